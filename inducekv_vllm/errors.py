@@ -3,6 +3,8 @@
 They derive from `ValueError`, so callers that only know vLLM or the standard library treat them as bad input.
 """
 
+from __future__ import annotations
+
 from typing import Final
 
 MAX_MESSAGE: Final = 2000  # characters; what is longer quotes bad input at length
@@ -32,7 +34,12 @@ class FingerprintMismatch(BundleError):
 
 
 class TaskDataError(InduceKVError):
-    """Task data (JSONL, LLaVA JSON, images) cannot be read; the message names the file and, if known, the line."""
+    """Task data or its images cannot be read; the message names the file and, if known, the line.
+
+    `problems` has those of several examples, one each, if there are several.
+    """
+
+    problems: tuple[InduceKVError, ...] = ()
 
 
 class UnsupportedModel(InduceKVError):

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from benchmarks.published.scorers.scored import Prediction, Question
 from inducekv_vllm.errors import TaskDataError
-from selector.data.examples import array_items
+from selector.data.rows import array_items
 
 MAX_JSON_BYTES: Final = 1 << 30  # of a file that is read as a whole
 MAX_LINE_BYTES: Final = 1 << 22

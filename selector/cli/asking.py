@@ -1,4 +1,4 @@
-"""What a running server's gate decides on questions."""
+"""What a running server answers to questions, and what its gate decides on them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,31 @@ def _decision(url: str, name: str, example: Example) -> tuple[str | None, str | 
     except (KeyError, TypeError) as error:
         raise ConfigError(f"the answer of {url} to {example.id!r} has no trace of the gate") from error
     return task, closed
+
+
+def base_model(url: str, name: str) -> str:
+    """What the untouched model is called at a server that has a bundle of this name.
+
+    Raises:
+        ConfigError: the server cannot be reached, or does not say it.
+    """
+    cards = ask(url, "models")["data"]
+    parent = next((card.get("parent") for card in cards if card["id"] == name), None)
+    if not isinstance(parent, str):
+        raise ConfigError(f"{url} does not say of which model {name!r} is a bundle")
+    return parent
+
+
+def served_answers(url: str, model: str, examples: Sequence[Example], max_tokens: int) -> list[str]:
+    """Greedy answers. Raises ConfigError: the server cannot be reached or refuses."""
+
+    def answer(example: Example) -> str:
+        body = {"model": model, "messages": _messages(example), "max_tokens": max_tokens, "temperature": 0}
+        found: Any = ask(url, "chat/completions", body, is_change=False)
+        return str(found["choices"][0]["message"]["content"] or "")
+
+    with ThreadPoolExecutor(AT_ONCE) as workers:
+        return list(workers.map(answer, examples))
 
 
 def _messages(example: Example) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""`inducekv-bundle`: inspect, verify, compare, plan, build, teach, sign, shorten and publish bundles, fit and measure
-their gates, and check audit chains.
+"""`inducekv-bundle`: inspect, verify, compare, plan, build, teach, evaluate, sign, shorten and publish bundles, fit and
+measure their gates, see and change what a server has loaded, and check audit chains.
 
 Exit status: 0 for success, 1 if `diff` finds a difference or `publish` a server that serves another version, 2 for an
 error, printed in one line on standard error; 3 if `forget` finds nothing to forget.
@@ -33,14 +33,17 @@ from inducekv_vllm.errors import ConfigError, InduceKVError
 
 from ..update.measures import entry_bytes
 from ..update.settings import BuildSettings
+from .columns import ColumnOptions, columns_of
 from .custody import add_commands
 from .eval_gate import add_command as add_eval_gate
+from .evaluate import add_command as add_eval
 from .flags import add_flags, error_line, require_output
 from .gate_fit import add_command as add_gate_fit
 from .gate_tables import gate_differences, gate_summary, tensor_difference
 from .loading import load_backbone
 from .replicas import add_command as add_publish
 from .route import add_command as add_route
+from .served import add_commands as add_served
 from .teach import add_command as add_teach
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
@@ -131,7 +134,7 @@ def build(options: argparse.Namespace) -> int:
 
     from ..data.examples import read_task
 
-    examples = read_task(options.task)  # before the model, which takes longer to load
+    examples = read_task(options.task, columns_of(options))  # before the model, which takes longer to load
 
     from ..update.build import build_bundle
 
@@ -286,15 +289,18 @@ def _parser() -> argparse.ArgumentParser:
 
     subparser = command("build", build)
     subparser.add_argument("--model", required=True, help="model folder or Hugging Face id")
-    subparser.add_argument("--task", type=Path, required=True, help="task data: .jsonl, or LLaVA's .json")
+    subparser.add_argument("--task", type=Path, required=True, help="task data in any format")
     add_flags(subparser, {"": BuildSettings})
+    add_flags(subparser, {"": ColumnOptions})
     subparser.add_argument("--device", default="cpu", help="torch device of the extraction (default cpu)")
     subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
     add_route(command)
     add_gate_fit(command)
+    add_eval(command)
     add_eval_gate(command)
     add_commands(command, commands)
     add_publish(command)
+    add_served(command)
     add_teach(command)
     return parser
 

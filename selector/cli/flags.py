@@ -108,8 +108,10 @@ def toml_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 
 def error_line(program: str, error: InduceKVError) -> str:
-    """The error as a command prints it: one line."""
-    return f"{program}: error: {' '.join(str(error).split())}"
+    """The error as a command prints it: one line, and one for each example that is wrong if there are several."""
+    lines = [f"{program}: error: {' '.join(str(error).split())}"]
+    lines += [f"  {' '.join(str(each).split())}" for each in getattr(error, "problems", ())]
+    return "\n".join(lines)
 
 
 def require_output(path: Path, *, folder_is_made: bool = False) -> None:

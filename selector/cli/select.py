@@ -11,6 +11,7 @@ the validation examples than none, and without --allow-worse only the report is 
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -107,6 +108,11 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     inputs = TaskInputs(training, validation, anchors, previous)
     _check_inputs(inputs, settings, background)
 
+    if options.dry_run:
+        from .dry_run import dry_run
+
+        dry_run(load_backbone(options.model, options.device, options.dtype), inputs, settings, options.output)
+        return SUCCESS
     with sole_writer(options.output):
         checkpoint = _finished_checkpoint(options.output, identity)
         if checkpoint is None:
@@ -143,9 +149,9 @@ def _split(options: SelectOptions, seed: int) -> tuple[list[Example], list[Examp
 
     from ..data.examples import read_task
 
-    examples = read_task(options.task)
+    examples = read_task(options.task, options.columns())
     if options.validation:
-        validation = read_task(options.validation)
+        validation = read_task(options.validation, options.columns())
         training_digests = {example.source_digest for example in examples}
         for example in validation:
             if example.source_digest in training_digests:
@@ -234,7 +240,7 @@ def _update_and_write(
     kept = KeptAnchors(store, anchors, options.anchor_policy, run_name, options.replace) if store else None
     write_outputs(options.output, result, kept, settings.seed)
     checkpoint.finish(result.bundle.digest)
-    _summarize(result, options.output)
+    _summarize(result, options)
     return checkpoint
 
 
@@ -289,8 +295,11 @@ def _no_better(report: dict[str, Any]) -> str | None:
     )
 
 
-def _summarize(result: UpdateResult, output: Path) -> None:
+def _summarize(result: UpdateResult, options: SelectOptions) -> None:
+    from .outputs import report_path
+
     bundle: Bundle = result.bundle
+    output = options.output
     rounding = result.report.get("rounding")
     if rounding and rounding["collapsed"]:
         _warn(
@@ -310,6 +319,8 @@ def _summarize(result: UpdateResult, output: Path) -> None:
         print_prices(gate["prices"], bundle.metadata.settings["gate_misses"])
     if accuracy := result.report.get("validation_accuracy"):
         _print_accuracy(accuracy, result.report["pool"]["validation_examples"])
+    print(f"memory: {result.report['memory_bytes'] / 1e6:.2f} MB; report: {report_path(output).with_suffix('.html')}")
+    print(f"serve it: inducekv-serve {shlex.quote(options.model)} --memory {shlex.quote(f'{output.stem}={output}')}")
 
 
 def _print_accuracy(accuracy: dict[str, float], num_questions: int) -> None:

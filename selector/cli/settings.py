@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -17,8 +18,9 @@ from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 from ..data.choice import AnchorPolicy
 from ..paper.settings import PaperSettings
 from ..refined.settings import RefinedSettings
-from ..runtime.settings import Flag, Settings
+from ..runtime.settings import Flag
 from ..update.recipes import PAPER, REFINED
+from .columns import ColumnOptions
 from .flags import Parser, add_flags, flag_fields, toml_arguments
 from .gate_questions import BACKGROUND
 from .publishing import API_KEY_VARIABLE
@@ -26,13 +28,23 @@ from .publishing import API_KEY_VARIABLE
 PROGRAM: Final = "inducekv-select"
 RECIPES: Final[dict[str, type[PaperSettings | RefinedSettings]]] = {PAPER: PaperSettings, REFINED: RefinedSettings}
 DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/continual
+Preset = Literal["quick", "best"]
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "quick": MappingProxyType({"activation": "generation", "learning_rate": 0.1, "steps": 100}),
+        "best": MappingProxyType({"steps": 400, "patience": 6}),
+    }
+)
+FIRST: Final = (  # the flags that matter first
+    *("model", "task", "output", "validation", "base", "previous", "anchors", "preset", "dry_run", "publish"),
+)
 
 
-class SelectOptions(Settings):
+class SelectOptions(ColumnOptions):
     """What to read and write."""
 
     model: Annotated[str, Flag("model folder or Hugging Face id")]
-    task: Annotated[Path, Flag("the task's training data: .jsonl, or LLaVA's .json")]
+    task: Annotated[Path, Flag("the task's training data: JSON lines, CSV, TSV, Parquet, a folder of datasets")]
     output: Annotated[Path, Flag("the bundle to write, replaced if it exists; its folder is made")]
     previous: Annotated[Path | None, Flag("the bundle of the tasks before; it is not changed")] = None
     validation: Annotated[Path | None, Flag("validation data (default: a tenth of the task's, held out)")] = None
@@ -58,6 +70,11 @@ class SelectOptions(Settings):
         Literal["float32", "bfloat16"],
         Flag("of the model's weights; bfloat16 takes half the memory"),
     ] = "float32"
+    preset: Annotated[
+        Preset | None,
+        Flag("quick: one training of 100 steps; best: the search with twice the steps and patience (refined only)"),
+    ] = None
+    dry_run: Annotated[bool, Flag("check everything, time a step, and say what would be computed and written")] = False
     publish: Annotated[
         str | None,
         Flag(f"load it into a server; {ADMIN_KEY_VARIABLE} and {API_KEY_VARIABLE} hold its keys", metavar="URL"),
@@ -98,9 +115,11 @@ def recipe_settings(
         if name not in flag_fields(RECIPES[recipe]):
             other = next(other for other in RECIPES if other != recipe)
             raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe {other!r} only")
-    for name in ("base", "background"):
+    for name in ("base", "background", "preset"):
         if getattr(options, name) and recipe != REFINED:
             raise ConfigError(f"--{name} is a setting of the recipe 'refined' only")
+    if options.preset:
+        values = {**PRESETS[options.preset], **values}
     if previous is not None:
         values = {"budget": previous.metadata.budget, **values}
         form = previous.metadata.form
@@ -116,6 +135,7 @@ def recipe_settings(
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROGRAM,
+        usage=f"{PROGRAM} --model MODEL --task TASK --output OUTPUT [--validation ...] [--base ...] [more]",
         description=(
             "After a task, write the next memory bundle, this task's anchors and a report. A run that is killed "
             "resumes with the same arguments. Exit status: 0 success, 2 error, 3 the memory does no better on the "
@@ -123,10 +143,14 @@ def _parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
-    add_flags(parser, {"": SelectOptions})
+    add_flags(parser.add_argument_group("first of all"), {"": SelectOptions}, FIRST)
+    columns = list(flag_fields(ColumnOptions))
+    add_flags(parser.add_argument_group("task data that is a table"), {"": SelectOptions}, columns)
+    rest = [name for name in flag_fields(SelectOptions) if name not in (*FIRST, *columns)]
+    add_flags(parser.add_argument_group("also"), {"": SelectOptions}, rest)
     shared = [name for name in flag_fields(PaperSettings) if name in flag_fields(RefinedSettings)]
     add_flags(parser.add_argument_group("settings of both recipes"), RECIPES, shared)
-    for recipe, settings in RECIPES.items():
+    for recipe, settings in reversed(RECIPES.items()):
         own = [name for name in flag_fields(settings) if name not in shared]
         add_flags(parser.add_argument_group(f"the recipe {recipe!r}"), {recipe: settings}, own)
     return parser

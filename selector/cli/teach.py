@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
-from .flags import require_output
+from .columns import ColumnOptions, columns_of
+from .flags import add_flags, require_output
 from .loading import load_backbone
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def teach(options: argparse.Namespace) -> int:
 
     from ..data.examples import read_task
 
-    facts = _facts([example for path in options.task for example in read_task(path)], options.model)
+    columns = columns_of(options)
+    facts = _facts([example for path in options.task for example in read_task(path, columns)], options.model)
     reader = FactReader.of(options.model)
     bundle: Bundle | None = None
     if options.bundle is not None:
@@ -99,8 +101,7 @@ def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> N
         action="append",
         default=[],
         metavar="FILE",
-        help="task data, .jsonl: each example is a fact, with its pictures; an id that the bundle has is corrected; "
-        "repeatable",
+        help="task data: each example is a fact, with its pictures; an id that the bundle has is corrected; repeatable",
     )
     added.add_argument(
         "--forget", action="append", default=[], metavar="ID", help="leave out the fact of this id; repeatable"
@@ -113,3 +114,4 @@ def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> N
         help="beyond the budget, forget the earlier facts that were taught longest ago, or refuse (default: forget)",
     )
     added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+    add_flags(added, {"": ColumnOptions})

@@ -26,14 +26,20 @@ def announce(trainings: Sequence[Training], rungs: Sequence[tuple[float, int]], 
     settings = trainings[0].settings
     if not (shown and settings.steps):
         return
+    seconds = seconds_of_search(trainings, rungs)
+    count = "one training" if len(trainings) == 1 else f"the best of {len(trainings)} trainings"
+    sooner = "; less if it ends early" if settings.patience is not None else ""
+    note(f"{count} of {settings.steps} steps, at most {in_words(seconds)} in {settings.precision}{sooner}")
+
+
+def seconds_of_search(trainings: Sequence[Training], rungs: Sequence[tuple[float, int]]) -> float:
+    """At most, by two timed steps of each problem; arguments as in `announce`."""
+    settings = trainings[0].settings
     problems = {id(each.problem): each.problem for each in trainings}
     of_step = {key: seconds_of_step(problem, settings) for key, problem in problems.items()}
     slowest_first = sorted((of_step[id(each.problem)] for each in trainings), reverse=True)
     shares = shares_of_steps(len(trainings), rungs)
-    seconds = settings.steps * sum(share * step for share, step in zip(shares, slowest_first, strict=True))
-    count = "one training" if len(trainings) == 1 else f"the best of {len(trainings)} trainings"
-    sooner = "; less if it ends early" if settings.patience is not None else ""
-    note(f"{count} of {settings.steps} steps, at most {in_words(seconds)} in {settings.precision}{sooner}")
+    return settings.steps * sum(share * step for share, step in zip(shares, slowest_first, strict=True))
 
 
 def shares_of_steps(trainings: int, rungs: Sequence[tuple[float, int]]) -> list[float]:

@@ -23,6 +23,7 @@ from selector.cli.select import main
 from selector.data.examples import Example, read_task
 from tests.engine.parity import TOLERANCE, Prompt, World
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_of
+from tests.unit.selector.cli.test_bundle import command, refuse
 from tests.unit.selector.conftest import record, write_task
 
 # Questions and answers by task; the model needs no memory for "base".
@@ -94,6 +95,23 @@ def refined(bundles: Bundles, selector: Selector) -> Iterator[Published]:
     yield selector.publish("refined", "counts", *REFINED, *stream, "--previous", str(previous))
     bundles.unload("refined")
     bundles.wait_until_drained()
+
+
+def test_the_commands_see_and_change_what_is_served(selector: Selector, refined: Published) -> None:
+    """`inducekv-bundle list`, `eval` in both ways, and `rollback` there and back."""
+    path, url = selector.folder / "refined.safetensors", ("--url", selector.server)
+    now, before = (read_bundle(each).digest for each in (path, selector.folder / "first" / "refined.safetensors"))
+    rows = [line.split() for line in command("list", *url).splitlines()]
+    (row,) = [row for row in rows if row[0] == "refined"]
+    assert row == ["refined", now, "4", "0", "colours,", "counts", "1", "0"]
+    asked = [part for task in QUESTIONS for part in ("--questions", selector.data[task]["training"])]
+    arguments = ("eval", path, *asked, "--max-tokens", "4")
+    by_model, by_server = (command(*arguments, *how) for how in (("--model", selector.world.model), url))
+    assert by_model == by_server
+    assert [row.split()[:2] for row in by_model.splitlines()[1:]] == [[task, "8"] for task in QUESTIONS]
+    for digest in (before, now):
+        assert command("rollback", "refined", *url) == f"{selector.server}: refined is {digest}\n"
+    assert "the digest of 'refined'" in refuse("unload", "refined", "--expected-digest", before, *url)
 
 
 @pytest.mark.parametrize("task", QUESTIONS)

@@ -70,7 +70,8 @@ class TaskExperts(Lora):
         return 0
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
-        learnt = super().learn(task, None, out, context)
+        drawn = replace(context, seed=context.seed * context.num_tasks + context.number)  # each expert by itself
+        learnt = super().learn(task, None, out, drawn)
         folder, names = out / EXPERTS, [task.name]
         if previous is None:
             folder.mkdir()

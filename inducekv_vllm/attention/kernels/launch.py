@@ -95,7 +95,7 @@ def arguments_of(
 
 @lru_cache(maxsize=1)  # every layer of a step asks
 def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape, J: int, D: int) -> dict[str, Any]:
-    """Layers run one after the other, so they share the partial results. Raises ValueError: the plan has other sizes."""
+    """Layers run one after the other and share the partial results. Raises ValueError: the plan has other sizes."""
     if (found := tuple(tuple(tensor.shape) for tensor in step.plan)) != shape.plan_sizes:
         raise ValueError(
             f"a plan of {shape.tiles} tiles of {shape.height} rows and {shape.items} work items for {shape.rows} rows "

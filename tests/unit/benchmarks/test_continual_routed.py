@@ -81,6 +81,13 @@ def test_hide_fuses_all_layers_but_the_last(learned, model, suite):
     assert mine.logprobs[0].item() == pytest.approx(expected[0].max().item(), abs=1e-4)
 
 
+def test_experts_are_drawn_by_themselves(learned):
+    """Equal ones would add up where they are fused."""
+    experts = task_experts.read_experts(learned("hide").states[1] / task_experts.EXPERTS)
+    for down, _ in experts.values():
+        assert torch.cosine_similarity(down[0].flatten(), down[1].flatten(), dim=0).abs() < 0.9
+
+
 def test_means_as_released_start_from_noise_and_stop_growing():
     ones = torch.ones(48, 2, 3)
     exact, released = ones.mean(0), task_experts.released_mean(ones, seed=0)

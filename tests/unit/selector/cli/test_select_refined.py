@@ -192,7 +192,7 @@ def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
     first = next(number for number, line in enumerate(told) if line.startswith("Training, "))
     assert estimate < first
     assert told[first].startswith("Training, generation from layer 1, rate 0.1, to step 1: 1 of 1 after")
-    last = printed.out.splitlines()[-1]
+    last = printed.out.splitlines()[-3]
     guessing = "100.0% by always giving the most frequent answer"
     assert last == f"validation questions answered right (of 1): 0.0%; 0.0% without memory, {guessing}"
     assert "no better than guessing" in told[-1]

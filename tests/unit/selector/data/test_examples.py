@@ -104,7 +104,7 @@ def with_image(reference: Any) -> dict[str, Any]:
         ('{"id": ', "malformed JSON"),
         ("[1]", "expected a JSON object, found list"),
         ("[" * 100000, "malformed JSON"),
-        (record(1, id=""), "'id' must be a non-empty string"),
+        (record(1, id=True), "'id' must be a non-empty string"),
         (record(1, id="x" * 257), "'id' must have at most 256 characters, found 257"),
         (record(1, task=3), "'task' must be a non-empty string, found 3"),
         (record(1, answer=None), "'answer' must be a string"),

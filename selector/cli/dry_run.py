@@ -1,0 +1,46 @@
+"""`inducekv-select --dry-run`: what a run would read, compute and write, without writing anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from inducekv_vllm.backbone.footprint import footprint_bytes
+
+from ..backbone.model import Backbone
+from ..backbone.scoring import Scorer
+from ..paper.settings import PaperSettings
+from ..refined.duration import in_words
+from ..refined.estimate import estimate
+from ..refined.settings import RefinedSettings
+from ..update.inputs import TaskInputs
+
+
+def dry_run(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings | RefinedSettings, output: Path) -> None:
+    """Print it. Raises TaskDataError: an example is too long for the model; and as the recipe's checks do."""
+    scorer = Scorer(backbone)
+    lengths = []
+    for example in (*inputs.training, *inputs.validation):
+        scorer.require_context(example)
+        lengths.append(scorer.prefix(example)["input_ids"].shape[1] + len(scorer.answer_tokens(example)))
+    tasks = dict.fromkeys(example.task for example in inputs.training)
+    print(f"task: {', '.join(tasks)}; {len(inputs.training)} training and {len(inputs.validation)} validation examples")
+    print(f"tokens with the answer: {sum(lengths) / len(lengths):.0f} on average, {max(lengths)} at most")
+    for name, text in _costs(backbone, inputs, settings).items():
+        print(f"{name}: {text}")
+    print(f"{output}: not written, this was a dry run")
+
+
+def _costs(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings | RefinedSettings) -> dict[str, Any]:
+    if isinstance(settings, PaperSettings):
+        sizes = (backbone.hidden_size, backbone.num_layers, backbone.num_kv_heads)
+        size = footprint_bytes(settings.budget, *sizes, settings.payload_tokens, backbone.head_dim)
+        return {"memory": f"{size / 1e6:.2f} MB for all tasks together", "time": "not estimated for the paper's recipe"}
+    found = estimate(backbone, inputs, settings)
+    earlier = 0 if inputs.previous is None else inputs.previous.num_entries
+    kept = f" beside {earlier} earlier entries" if earlier else ""
+    return {
+        "memory": f"{found.new_bytes / 1e6:.2f} MB for this task{kept}, and its part of the gate",
+        "training": f"{found.trainings} begun, one of {settings.steps} steps finished, at most "
+        f"{in_words(found.seconds)}; less if it ends early, or if the examples suffice as facts",
+    }

@@ -1,0 +1,48 @@
+"""What an update by the refined recipe will take, from a few examples of the task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..backbone.extraction import extract_keys
+from ..backbone.model import Backbone
+from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
+from ..backbone.tiled_attention import tiled_attention
+from ..backbone.token_values import layers_of_gate
+from ..update.inputs import TaskInputs
+from .candidates import RUNGS, every_candidate
+from .duration import seconds_of_search
+from .entries import initial_entries
+from .settings import RefinedSettings
+from .training import TrainingProblem, log_prior
+
+FLOAT16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    new_bytes: int  # of the task's entries
+    trainings: int  # that are begun
+    seconds: float  # of all training, at most
+
+
+def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) -> Estimate:
+    """Times two steps of each kind of training, on as many examples as two steps need. Raises as `update_refined`."""
+    few = max(2 * settings.batch_size, settings.entries_per_task)
+    inputs = replace(inputs, training=inputs.training[:few], validation=inputs.validation[:few])
+    scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    training, validation = (
+        Questions(examples, extract_keys(backbone, examples, batch_size=settings.batch_size))
+        for examples in (inputs.training, inputs.validation)
+    )
+    entries, records = initial_entries(backbone, inputs, settings, training.keys)
+    parts = (entries.retrieval_keys, entries.payload_keys, entries.payload_values, entries.map_in, entries.map_out)
+    numbers = sum(part.numel() for part in parts if part is not None)
+    calibrate = settings.form == "merged" and inputs.previous is None
+    with tiled_attention(backbone), torch.random.fork_rng():
+        problem = TrainingProblem(scorer, entries, training, log_prior(inputs.training, records), validation, calibrate)
+        candidates = every_candidate(problem, settings, layers_of_gate(backbone.num_layers)[-1])
+        seconds = seconds_of_search([each.training for each in candidates], RUNGS) if settings.steps else 0.0
+    return Estimate(FLOAT16_BYTES * numbers, len(candidates), seconds)

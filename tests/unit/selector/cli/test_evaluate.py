@@ -1,0 +1,79 @@
+"""`inducekv-bundle eval`: counts by task, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inducekv_vllm.bundle import read_bundle
+from selector.cli.evaluate import Accuracy, accuracies
+from selector.data.examples import read_task
+from tests.unit.selector.cli.test_bundle import command, refuse
+from tests.unit.selector.imitated import Request, imitated_server
+
+NONE = ("0", "(0.0%)")
+FACTS = {"Who keeps the tower?": "Ann", "Who keeps the bridge?": "Bo"}
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """One as it was taught, one whose right answer is another, and one of another task."""
+    path = tmp_path / "asked.csv"
+    rows = "keepers,Who keeps the tower?,Ann\nkeepers,Who keeps the bridge?,Eve\nx,Why?,b\n"
+    path.write_text(f"task,question,answer\n{rows}")
+    return path
+
+
+def test_right_answers_are_counted_by_task(questions: Path) -> None:
+    found = accuracies(read_task(questions), ["no", "Eve", " b"], ["Ann ", "Bo", "b"])
+    assert found == [Accuracy("keepers", 2, 1, 1), Accuracy("x", 1, 1, 1)]
+
+
+@pytest.fixture
+def path(model_folders: dict[str, Path], tmp_path: Path) -> Path:
+    """Facts alone, taught from a table."""
+    table = "".join(f"{question},{answer}\n" for question, answer in FACTS.items())
+    (tmp_path / "keepers.csv").write_text(f"question,answer\n{table}")
+    path = tmp_path / "facts.safetensors"
+    command("teach", "--model", model_folders["llava"], "--task", tmp_path / "keepers.csv", "--output", path)
+    return path
+
+
+def test_facts_answer_here(path: Path, questions: Path, model_folders: dict[str, Path]) -> None:
+    lines = command("eval", path, "--questions", questions, "--model", model_folders["llava"], "--max-tokens", "8")
+    assert [line.split() for line in lines.splitlines()[1:]] == [
+        ["keepers", "2", "0", "(0.0%)", "1", "(50.0%)"],
+        ["x", "1", "0", "(0.0%)", "0", "(0.0%)"],
+    ]
+
+
+def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
+    digest, asked = read_bundle(path).digest, list[Any]()
+
+    def answer(request: Request) -> tuple[int, Any]:
+        if request.body is None:
+            cards = {"/v1/memory_bundles": [{"name": "facts", "digest": digest}], "/v1/models": models}
+            return 200, {"data": cards[request.path]}
+        asked.append((request.body["model"], request.body["max_tokens"], request.body["temperature"]))
+        return 200, {"choices": [{"message": {"content": "Ann" if request.body["model"] == "facts" else None}}]}
+
+    models = [{"id": "base", "parent": None}, {"id": "facts", "parent": "base"}]
+    with imitated_server(answer) as url:
+        lines = command("eval", path, "--questions", questions, "--url", url).splitlines()
+        assert [line.split()[2:] for line in lines[1:]] == [[*NONE, "1", "(50.0%)"], [*NONE, *NONE]]
+        assert sorted(asked) == [("base", 64, 0)] * 3 + [("facts", 64, 0)] * 3
+        models.clear()
+        refused = refuse("eval", path, "--questions", questions, "--url", url)
+    assert "does not say of which model 'facts' is a bundle" in refused
+
+
+def test_what_is_refused(path: Path, questions: Path, model_folders: dict[str, Path]) -> None:
+    model = ("--model", model_folders["llava"])
+    for arguments, problem in (
+        ((*model, "--name", "x"), "give its --url"),
+        ((*model, "--max-tokens", "0"), "--max-tokens must be at least 1, found 0"),
+        (("--url", "127.0.0.1:1"), "--url must be an http or https address"),
+    ):
+        assert problem in refuse("eval", path, "--questions", questions, *arguments)

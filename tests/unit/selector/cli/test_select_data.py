@@ -1,0 +1,88 @@
+"""`inducekv-select` with people's tables, presets and dry runs."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from selector.cli.select import main
+from selector.data.examples import read_task
+from tests.unit.selector.stream import SMALL, Stream, without_plots
+
+FEW = ("--steps", "2", "--batch-size", "4", *SMALL)
+
+
+@pytest.fixture
+def table(tmp_path: Path, tasks: dict[str, Path]) -> Path:
+    """The questions and answers of a task without its pictures, in columns of other names."""
+    path = tmp_path / "support.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("ticket", "reply", "label"))
+        for number, example in enumerate(read_task(tasks["colours"])):
+            text = " ".join(part["text"] for part in example.messages[-1]["content"] if part["type"] == "text")
+            writer.writerow((f"{number}: {text}", example.answer, "x"))
+    return path
+
+
+def run(model: Path, table: Path, output: Path, *more: str) -> int:
+    columns = ("--prompt-column", "ticket", "--answer-column", "reply", "--task-name", "support")
+    with without_plots():
+        return main(["--model", str(model), "--task", str(table), "--output", str(output), *columns, *more])
+
+
+def test_a_table_is_learned(
+    model_folders: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out" / "support.safetensors"
+    assert run(model_folders["llava"], table, output, "--facts", "off", "--learning-rate", "0.1", *FEW) == 0
+    bundle = Stream(tmp_path / "out", model_folders["llava"], {}).bundle("support")
+    assert {entry.task for entry in bundle.metadata.entries} == {"support"}
+    printed = capsys.readouterr().out
+    assert "memory: 0." in printed
+    assert f"serve it: inducekv-serve {model_folders['llava']} --memory support={output}" in printed
+
+
+def test_wrong_rows_are_listed_and_nothing_is_made(
+    model_folders: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table.write_text(
+        table.read_text().replace("ticket,reply,label", "ticket,reply,label\n,no question,x\nno answer,,x")
+    )
+    assert run(model_folders["llava"], table, tmp_path / "out" / "support.safetensors") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-3].endswith("support.csv: 2 examples are wrong, none was used")
+    assert lines[-2].endswith("line 2: 'ticket' must be a text, found ''")
+    assert lines[-1].endswith("line 3: 'reply' must be a text, found ''")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("recipe", ["refined", "paper"])
+def test_a_dry_run_says_what_it_would_do(
+    recipe: str, model_folders: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out" / "support.safetensors"
+    more = FEW if recipe == "refined" else ("--recipe", "paper", "--beta", "1", "--gamma", "0", *SMALL)
+    assert run(model_folders["llava"], table, output, "--dry-run", *more) == 0
+    printed = capsys.readouterr().out
+    assert "task: support; 11 training and 1 validation examples" in printed
+    assert "tokens with the answer:" in printed
+    assert f"{output}: not written, this was a dry run" in printed
+    if recipe == "refined":
+        assert "training: 6 begun, one of 2 steps finished, at most" in printed
+    else:
+        assert "time: not estimated for the paper's recipe" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_presets_are_settings_that_flags_change(
+    model_folders: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out" / "support.safetensors"
+    assert run(model_folders["llava"], table, output, "--preset", "quick", "--facts", "off", *FEW) == 0
+    settings = Stream(tmp_path / "out", model_folders["llava"], {}).bundle("support").metadata.settings
+    assert (settings["activation"], settings["learning_rate"], settings["steps"]) == ("generation", 0.1, 2)
+    assert run(model_folders["llava"], table, output, "--preset", "best", "--recipe", "paper") == 2
+    assert "--preset is a setting of the recipe 'refined' only" in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""Task data as people have it: formats of files, layouts of rows, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+
+from inducekv_vllm.errors import TaskDataError
+from selector.cli.flags import error_line
+from selector.data.examples import Example, read_task
+from selector.data.records import Columns
+from tests.unit.selector.conftest import picture
+
+QUESTION, ANSWER = "Which colour is the sky, of which\nthree?", 'blue, "mostly"'
+OTHER = {"question": "Two and two?", "answer": "4"}
+
+
+def shown(examples: list[Example]) -> list[tuple[str, str, Any, str]]:
+    return [(e.id, e.task, e.messages, e.answer) for e in examples]
+
+
+def plain(text: str) -> tuple[dict[str, Any], ...]:
+    return ({"role": "user", "content": [{"type": "text", "text": text}]},)
+
+
+EXPECTED = [("1", "sky", plain(QUESTION), ANSWER), ("2", "sky", plain("Two and two?"), "4")]
+
+
+def rows_as_given(**names: str) -> list[dict[str, str]]:
+    question, answer = names.get("prompt", "question"), names.get("answer", "answer")
+    return [{question: QUESTION, answer: ANSWER}, {question: OTHER["question"], answer: OTHER["answer"]}]
+
+
+def table(delimiter: str) -> bytes:
+    quoted = [QUESTION, ANSWER.replace('"', '""')]
+    lines = [("question", "answer"), [f'"{cell}"' for cell in quoted], list(OTHER.values())]
+    return "\n".join(delimiter.join(line) for line in lines).encode()
+
+
+def conversation(human: str, gpt: str) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": human}, {"from": "gpt", "value": gpt}]}
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def jsonl(records: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+PAIRS = [(QUESTION, ANSWER), (OTHER["question"], OTHER["answer"])]
+ALPACA = [{"instruction": q, "input": "", "output": a} for q, a in PAIRS]
+FILES: dict[str, tuple[str, bytes]] = {
+    "csv": ("sky.csv", table(",")),
+    "csv of a spreadsheet": (
+        "sky.csv",
+        b"\xef\xbb\xbf" + table(";").replace(b"\n", b"\r\n").replace(b"which\r\n", b"which\n"),
+    ),
+    "tsv": ("sky.tsv", table("\t")),
+    "csv by its content": ("sky.txt", table(",")),
+    "json lines": ("sky.jsonl", jsonl(rows_as_given())),
+    "json lines by their content": ("sky.data", jsonl(rows_as_given())),
+    "prompt and completion": ("sky.jsonl", jsonl(rows_as_given(prompt="prompt", answer="completion"))),
+    "array": ("sky.json", json.dumps(rows_as_given(answer="label")).encode()),
+    "array in a .jsonl": ("sky.jsonl", json.dumps(rows_as_given()).encode()),
+    "openai": ("sky.jsonl", jsonl([chat(*pair) for pair in PAIRS])),
+    "sharegpt": ("sky.json", json.dumps([conversation(*pair) for pair in PAIRS]).encode()),
+    "sharegpt in lines": ("sky.jsonl", jsonl([conversation(*pair) for pair in PAIRS])),
+    "alpaca": ("sky.json", json.dumps(ALPACA).encode()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_same_two_questions_in_every_format(name: str, tmp_path: Path) -> None:
+    file, content = FILES[name]
+    (tmp_path / file).write_bytes(content)
+    assert shown(read_task(tmp_path / file)) == EXPECTED
+
+
+def test_parquet_and_folders_of_datasets(tmp_path: Path) -> None:
+    data = pa.Table.from_pylist(rows_as_given())
+    pq.write_table(data, tmp_path / "sky.parquet")
+    (tmp_path / "sky").mkdir()
+    with pa.ipc.new_stream(tmp_path / "sky" / "data-00000-of-00001.arrow", data.schema) as writer:
+        writer.write_table(data)
+    (tmp_path / "sky" / "state.json").write_text("{}")
+    hub = tmp_path / "hub" / "sky"
+    (hub / "data").mkdir(parents=True)
+    pq.write_table(data, hub / "data" / "train-00000-of-00001.parquet")
+    for source in (tmp_path / "sky.parquet", tmp_path / "sky", hub):
+        assert shown(read_task(source)) == EXPECTED
+    pq.write_table(data, hub / "data" / "test-00000-of-00001.parquet")
+    with pytest.raises(TaskDataError, match=r"Parquet files of several splits \(test, train\): name one file"):
+        read_task(hub)
+
+
+def test_named_columns_pictures_and_tasks(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    picture(0).save(tmp_path / "images" / "0.png")
+    (tmp_path / "x.csv").write_text("id,ask,label,answer,photo\n7,What is it?,a cat,no,images/0.png\n,And now?,3,no,\n")
+    first, second = read_task(tmp_path / "x.csv", Columns("ask", "label", "photo", "cats"))
+    assert (first.id, first.task, first.answer) == ("7", "cats", "a cat")
+    assert first.images == (tmp_path / "images" / "0.png",)
+    assert [part["type"] for part in first.messages[0]["content"]] == ["image", "text"]
+    assert (second.id, second.answer, second.images) == ("2", "3", ())
+
+
+def test_alpaca_with_an_input_and_a_system_prompt(tmp_path: Path) -> None:
+    row = {"system": "Be brief.", "instruction": "Translate.", "input": "der Hund", "output": "the dog"}
+    (tmp_path / "x.json").write_text(json.dumps([row]))
+    (example,) = read_task(tmp_path / "x.json")
+    system, user = example.messages
+    assert system == {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    assert user["content"] == [{"type": "text", "text": "Translate.\n\nder Hund"}]
+
+
+def test_an_earlier_turn_of_the_assistant_stays_in_the_prompt(tmp_path: Path) -> None:
+    turns = [{"from": who, "value": text} for who, text in (("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))]
+    (tmp_path / "x.jsonl").write_bytes(jsonl([{"conversations": turns}]))
+    (example,) = read_task(tmp_path / "x.jsonl")
+    assert ([m["role"] for m in example.messages], example.answer) == (["user", "assistant", "user"], "d")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("x.csv", b"PK\x03\x04 sheet", "an Excel file or another archive: save the table as CSV"),
+        ("x.csv", b"question,answer,label\na,b,c\n", r"columns answer, label could all be the answer: name it"),
+        ("x.csv", b"title,answer\na,b\n", "no column is the prompt: name it with --prompt-column; there are title"),
+        ("x.csv", b"question,answer\na,b,c\n", "line 2: expected 2 cells, found 3"),
+        ("x.csv", b"question,answer\n\"a\nb\",c\nd,\n", "line 4: 'answer' must be a text, found ''"),
+        ("x.csv", b"question,answer\na,caf\xe9\n", r"line 2: not UTF-8 text \(b'\\xe9'\): save the table in UTF-8"),
+        ("x.csv", b"question,question\na,b\n", "line 1: the column 'question' occurs more than once"),
+        ("x.csv", b"question,answer\n\"a,b\n", "not a table: unexpected end of data"),
+        ("x.csv", b"question,answer,image\na,b,none.png\n", "line 2: the image .*none.png does not exist"),
+        ("x.csv", b"just text", "line 1: expected JSON, Parquet, or a table with a header of at least two columns"),
+        ("x.csv", b"question,answer\n", "holds no examples"),
+        ("x.txt", b"", "holds no examples"),
+        ("x.parquet", b"PAR1 cut", "row 1: cannot be read"),
+        ("x.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}', "nothing is the answer"),
+        ("x.jsonl", b'{"question": "a", "answer": true}', "'answer' must be a text, found True"),
+        ("x.jsonl", b'{"question": "a", "answer": "b", "image": {"bytes": "x"}}', "holds pictures, not paths"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(file: str, content: bytes, problem: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(TaskDataError, match=problem):
+        read_task(tmp_path / file)
+
+
+def test_the_first_ten_of_many_problems_are_listed(tmp_path: Path) -> None:
+    """A bad picture in row 57 among them."""
+    picture(0).save(tmp_path / "0.png")
+    lines = ["question,answer,image"] + ["a,b,0.png"] * 80
+    for at in (3, 57, *range(60, 72)):
+        lines[at - 1] = "a,b,none.png" if at == 57 else "a,,0.png"
+    (tmp_path / "x.csv").write_text("\n".join(lines))
+    with pytest.raises(TaskDataError) as error:
+        read_task(tmp_path / "x.csv")
+    assert str(error.value).endswith("x.csv: 14 examples are wrong, none was used")
+    first, *listed = error_line("inducekv-select", error.value).splitlines()
+    assert first == f"inducekv-select: error: {error.value}"
+    assert [re.findall(r"line (\d+)", line)[0] for line in listed] == [str(at) for at in (3, 57, *range(60, 68))]
+    assert "none.png does not exist" in listed[1]
+
+
+def test_a_dataset_of_several_splits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+    with pytest.raises(TaskDataError, match="a dataset of several splits: name one of them, test, train"):
+        read_task(tmp_path)
+
+
+def test_a_file_that_would_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "x.jsonl").open("wb") as file:
+        file.truncate(10 * 10**9)  # of holes
+    with pytest.raises(TaskDataError, match="has 10000000000 bytes, a task's may have 4294967296: draw a sample"):
+        read_task(tmp_path / "x.jsonl")
+
+
+def test_without_pyarrow_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TaskDataError, match=r"need pyarrow: pip install 'inducekv\[data\]'"):
+        read_task(tmp_path / "x.parquet")
