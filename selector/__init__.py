@@ -1,1 +1,22 @@
-"""The offline side of InduceKV: task data, extraction from a frozen backbone, injection in transformers, selection."""
+"""The offline side of InduceKV: task data, extraction from a frozen backbone, injection in transformers, selection.
+
+`teach` and `evaluate` are its Python interface; see `selector.api`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import Taught, evaluate, teach
+
+__all__ = ["Taught", "evaluate", "teach"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when it is first used: commands that read a bundle do not wait for transformers."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import api
+
+    return getattr(api, name)

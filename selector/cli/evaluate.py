@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,20 +21,11 @@ from .publishing import require_address
 
 if TYPE_CHECKING:
     from ..data.examples import Example
+    from ..update.accuracy import Accuracy
 
 SUCCESS: Final = 0
 MAX_TOKENS: Final = 64
 Command = Callable[[argparse.Namespace], int]
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Of the questions of one task."""
-
-    task: str
-    questions: int
-    without: int  # that the untouched model answers right
-    with_memory: int
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -54,41 +44,24 @@ def evaluate(options: argparse.Namespace) -> int:
     bundle = read_bundle(options.path)
     columns = columns_of(options)
     examples = [example for path in options.questions for example in read_task(path, columns)]
-    answer = _by_server if options.url else _by_model
-    without, with_memory = answer(options, bundle, examples)
-    _print(accuracies(examples, without, with_memory))
+    _print((_by_server if options.url else _by_model)(options, bundle, examples))
     return SUCCESS
 
 
-def accuracies(examples: Sequence[Example], without: Sequence[str], with_memory: Sequence[str]) -> list[Accuracy]:
-    """By task, in the order in which they are asked."""
-    rows = []
-    for task in dict.fromkeys(example.task for example in examples):
-        own = [row for row, example in enumerate(examples) if example.task == task]
-        right = [
-            sum(said[row].strip() == examples[row].answer.strip() for row in own) for said in (without, with_memory)
-        ]
-        rows.append(Accuracy(task, len(own), *right))
-    return rows
+def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> list[Accuracy]:
+    from ..update.accuracy import accuracies_of
+
+    return accuracies_of(load_backbone(options.model, options.device), bundle, examples, options.max_tokens)
 
 
-def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> tuple[list[str], list[str]]:
-    from ..backbone.bundled_model import BundledModel
-    from ..backbone.scoring import Scorer
+def _by_server(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> list[Accuracy]:
+    from ..update.accuracy import accuracies
 
-    backbone = load_backbone(options.model, options.device)
-    bundle.require_backbone(backbone.fingerprint, str(options.path))
-    scorer = Scorer(backbone)
-    without, with_memory = (BundledModel(scorer, each).answers(examples, options.max_tokens) for each in (None, bundle))
-    return without, with_memory
-
-
-def _by_server(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> tuple[list[str], list[str]]:
     name = options.name or options.path.stem
     require_served(options.url, name, bundle.digest)
-    base = base_model(options.url, name)
-    without, with_memory = (served_answers(options.url, each, examples, options.max_tokens) for each in (base, name))
-    return without, with_memory
+    models = (base_model(options.url, name), name)
+    answers = [served_answers(options.url, model, examples, options.max_tokens) for model in models]
+    return accuracies(examples, *answers)
 
 
 def _print(rows: Sequence[Accuracy]) -> None:

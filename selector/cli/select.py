@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ..update.result import UpdateResult
 
 SUCCESS, FAILED, WORSE = 0, 2, 3
-VALIDATION_SHARE = 0.1  # of the task's examples, held out if there is no validation file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,8 +144,7 @@ def _dates(options: SelectOptions, began: datetime) -> tuple[datetime, datetime 
 
 def _split(options: SelectOptions, seed: int) -> tuple[list[Example], list[Example]]:
     """Training and validation examples: from two files, or one file split by the seed."""
-    import numpy as np
-
+    from ..data.choice import hold_out
     from ..data.examples import read_task
 
     examples = read_task(options.task, options.columns())
@@ -161,10 +159,7 @@ def _split(options: SelectOptions, seed: int) -> tuple[list[Example], list[Examp
         return examples, validation
     if len(examples) < 2:
         raise TaskDataError(f"{options.task}: a tenth is held out for validation; with one example, use --validation")
-    count = max(1, round(VALIDATION_SHARE * len(examples)))
-    held_out = set(np.random.default_rng((seed, 5)).choice(len(examples), count, replace=False).tolist())
-    training = [example for row, example in enumerate(examples) if row not in held_out]
-    return training, [examples[row] for row in sorted(held_out)]
+    return hold_out(examples, seed)
 
 
 def _read_base(options: SelectOptions, recipe: str, questions: Sequence[Example]) -> list[Example]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .examples import Example
 
+VALIDATION_SHARE = 0.1  # of a task's examples, held out if there are no others
 Policy = Literal["random", "k-center"]
 AnchorPolicy = Literal["random", "stratified", "k-center", "hard"]
 
@@ -81,3 +82,11 @@ def k_center(keys: Tensor, count: int, first: int) -> list[int]:
         nearest = np.maximum(nearest, matrix @ matrix[farthest])
         nearest[farthest] = np.inf
     return chosen
+
+
+def hold_out(examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
+    """The examples without a tenth of them, and that tenth, which the seed chooses, for validation."""
+    count = max(1, round(VALIDATION_SHARE * len(examples)))
+    chosen = set(np.random.default_rng((seed, 5)).choice(len(examples), count, replace=False).tolist())
+    kept = [example for row, example in enumerate(examples) if row not in chosen]
+    return kept, [examples[row] for row in sorted(chosen)]

@@ -47,7 +47,7 @@ def record_of(row: Mapping[str, Any], columns: Columns, number: int, task: str, 
     """The record of the row of this number. Raises TaskDataError, beginning with `place`.
 
     Args:
-        number: the id of a row without one.
+        number: with its task, the id of a row without one.
         task: the name of the task of a row without one, if `columns` has none.
     """
     named = columns.prompt is not None or columns.answer is not None
@@ -57,10 +57,11 @@ def record_of(row: Mapping[str, Any], columns: Columns, number: int, task: str, 
         messages, answer = _chat(row, place)
     else:
         messages, answer = _plain(row, columns, place)
-    identity = row.get("id")
+    identity, task = row.get("id"), columns.task or row.get("task") or task
     return {
-        "id": str(number) if identity is None or identity == "" else identity,
-        "task": columns.task or row.get("task") or task,
+        # Of all tasks of a bundle: a number alone would be another task's, too.
+        "id": f"{task}/{number}" if identity is None or identity == "" else identity,
+        "task": task,
         "messages": messages,
         "answer": answer,
     }

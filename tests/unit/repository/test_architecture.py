@@ -42,6 +42,7 @@ LAYERS = {
         ("gate",),
         ("update",),
         ("paper", "refined"),
+        ("api",),
         ("cli",),
     ),
 }

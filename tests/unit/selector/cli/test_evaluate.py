@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from inducekv_vllm.bundle import read_bundle
-from selector.cli.evaluate import Accuracy, accuracies
 from selector.data.examples import read_task
+from selector.update.accuracy import Accuracy, accuracies
 from tests.unit.selector.cli.test_bundle import command, refuse
 from tests.unit.selector.imitated import Request, imitated_server
 

@@ -31,7 +31,7 @@ def plain(text: str) -> tuple[dict[str, Any], ...]:
     return ({"role": "user", "content": [{"type": "text", "text": text}]},)
 
 
-EXPECTED = [("1", "sky", plain(QUESTION), ANSWER), ("2", "sky", plain("Two and two?"), "4")]
+EXPECTED = [("sky/1", "sky", plain(QUESTION), ANSWER), ("sky/2", "sky", plain("Two and two?"), "4")]
 
 
 def rows_as_given(**names: str) -> list[dict[str, str]]:
@@ -111,7 +111,7 @@ def test_named_columns_pictures_and_tasks(tmp_path: Path) -> None:
     assert (first.id, first.task, first.answer) == ("7", "cats", "a cat")
     assert first.images == (tmp_path / "images" / "0.png",)
     assert [part["type"] for part in first.messages[0]["content"]] == ["image", "text"]
-    assert (second.id, second.answer, second.images) == ("2", "3", ())
+    assert (second.id, second.answer, second.images) == ("cats/2", "3", ())
 
 
 def test_alpaca_with_an_input_and_a_system_prompt(tmp_path: Path) -> None:

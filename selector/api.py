@@ -1,0 +1,141 @@
+"""Teaching from Python: what `inducekv-select` and `inducekv-bundle eval` do, with data in memory or in files.
+
+import selector
+
+taught = selector.teach("DIR", [{"prompt": "My order has not arrived.", "answer": "shipping"}, ...], task="support")
+print(selector.evaluate("DIR", taught.bundle, "test.csv"))
+inducekv_vllm.bundle.write_bundle(taught.bundle, "support.safetensors")
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.errors import TaskDataError
+
+from .backbone.model import Backbone
+from .data.choice import choose_anchors, hold_out
+from .data.examples import Example, example_of, read_task
+from .data.records import Columns, record_of
+from .gate.background import read_background
+from .refined.settings import RefinedSettings
+from .refined.update import update_refined
+from .runtime.checkpoint import Checkpoint
+from .update.accuracy import Accuracy, accuracies_of
+from .update.inputs import TaskInputs
+
+Data = str | Path | Iterable[Mapping[str, Any] | Example]
+ANCHORS = 64
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What was learned."""
+
+    bundle: Bundle
+    report: dict[str, Any]  # as in the command's report.json
+    anchors: tuple[Example, ...]  # of all tasks so far: give them to the next task
+
+    @property
+    def helps(self) -> bool:
+        """Whether the memory has a smaller loss on the validation examples than none."""
+        losses = self.report["validation_nll"]
+        return losses is None or bool(losses["deployed"] < losses["no_memory"])
+
+
+def teach(
+    model: str | Path | Backbone,
+    examples: Data,
+    *,
+    task: str | None = None,
+    validation: Data | None = None,
+    base: Data = (),
+    background: str | Path | None = None,
+    previous: Taught | None = None,
+    progress: bool = False,
+    **settings: Any,
+) -> Taught:
+    """Learn one task by the refined recipe, after those of `previous`. Nothing is written.
+
+    Args:
+        model: a folder, a Hugging Face id, or a loaded `Backbone`, which several calls can share.
+        examples: a file of task data in any format, or rows with the same keys as there; pictures of rows are paths
+            beneath the working folder.
+        task: the name of the task; default: each row's own, else the file's name.
+        validation: of the same task; default: a tenth of the examples.
+        base: questions that the model answers well by itself, for which the gate should stay closed.
+        background: a file of requests that need no memory, besides those of the package.
+        progress: show bars on standard error.
+        settings: of `RefinedSettings`: budget, steps, activation, learning_rate, ...
+
+    Raises:
+        TaskDataError: an example is wrong, too long for the model or already learned, or a loss is not finite.
+        ConfigError: a setting is unknown or out of range, or contradicts the model or the previous memory.
+        UnsupportedModel: the model cannot be loaded, or has no attention that memory can act on.
+    """
+    given = {"budget": previous.bundle.metadata.budget} if previous else {}
+    chosen = RefinedSettings(**{**given, **settings})
+    backbone = model if isinstance(model, Backbone) else Backbone.load(model)
+    training, held_out = _split(read(examples, task), validation, task, chosen.seed)
+    inputs = TaskInputs(training, held_out, previous.anchors if previous else (), previous.bundle if previous else None)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint, _ = Checkpoint.open(Path(folder) / "progress", {})
+        result = update_refined(
+            *(backbone, inputs, chosen, checkpoint),
+            base=read(base),
+            background=read_background(Path(background)) if background else (),
+            progress=progress,
+        )
+    kept = _anchors(training, chosen.seed, result.training_keys)
+    return Taught(result.bundle, result.report, (*inputs.anchors, *kept))
+
+
+def evaluate(model: str | Path | Backbone, bundle: Bundle, questions: Data, *, max_tokens: int = 64) -> list[Accuracy]:
+    """How many questions are answered right with a bundle and without, by task; greedy, in transformers.
+
+    Raises:
+        TaskDataError: a question is wrong.
+        FingerprintMismatch: the bundle was made for another model.
+    """
+    backbone = model if isinstance(model, Backbone) else Backbone.load(model)
+    return accuracies_of(backbone, bundle, read(questions), max_tokens)
+
+
+def read(data: Data, task: str | None = None) -> list[Example]:
+    """Examples of a file or of rows. Raises TaskDataError: a row is wrong, or an id occurs twice."""
+    columns = Columns(task=task)
+    if isinstance(data, str | Path):
+        return read_task(data, columns)
+    examples: dict[str, Example] = {}
+    for number, row in enumerate(data, start=1):
+        place = f"row {number}"
+        example = row if isinstance(row, Example) else None
+        if example is None:
+            assert not isinstance(row, Example)
+            example = example_of(record_of(row, columns, number, "task", place), Path(), place)
+        if example.id in examples:
+            raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
+        examples[example.id] = example
+    return list(examples.values())
+
+
+def _split(
+    examples: Sequence[Example], validation: Data | None, task: str | None, seed: int
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Training and validation examples, as the command splits them."""
+    if validation is not None:
+        return examples, read(validation, task)
+    if len(examples) < 2:
+        raise TaskDataError("a tenth of the examples is held out for validation: give two at least, or `validation`")
+    return hold_out(examples, seed)
+
+
+def _anchors(training: Sequence[Example], seed: int, keys: Tensor) -> list[Example]:
+    return [training[row] for row in choose_anchors(training, ANCHORS, "random", seed, keys=keys)]

@@ -1,0 +1,88 @@
+"""`selector.teach` and `selector.evaluate`: as the commands, with data in memory or in files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import selector
+import selector.api
+from inducekv_vllm.errors import ConfigError, TaskDataError
+from selector.backbone.model import Backbone
+from tests.unit.selector.stream import SMALL, Stream
+
+FEW = {"steps": 4, "batch_size": 4, "learning_rate": 0.05, "payload_tokens": 2}
+
+
+def test_it_learns_what_the_command_learns(
+    llava: Backbone, model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path
+) -> None:
+    """A stream of two tasks with the same anchors: the same tensors to the bit."""
+    options = ("--steps", "4", "--batch-size", "4", "--learning-rate", "0.05", *SMALL)
+    more = ("--base", str(tasks["base"]), "--anchors", str(tmp_path / "anchors"), *options)
+    stream = Stream(tmp_path / "out", model_folders["llava"], tasks, options=more)
+    expected = [stream.update("colours"), stream.update("counts", previous="colours")]
+    first = selector.teach(llava, tasks["colours"], base=tasks["base"], **FEW)
+    second = selector.teach(llava, tasks["counts"], base=tasks["base"], previous=first, **FEW)
+    for taught, bundle in zip((first, second), expected, strict=True):
+        ours, theirs = taught.bundle.tensors(), bundle.tensors()
+        assert ours.keys() == theirs.keys()
+        assert all((ours[name] == theirs[name]).all() for name in ours)
+    assert taught.report["validation_nll"] == stream.report("counts")["validation_nll"]
+    assert taught.helps is (taught.report["validation_nll"]["deployed"] < taught.report["validation_nll"]["no_memory"])
+    assert [example.task for example in second.anchors] == ["colours"] * 11 + ["counts"] * 11
+
+
+def test_rows_in_memory(llava: Backbone, tasks: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dictionaries of any layout, as examples, and as a file."""
+    monkeypatch.chdir(tasks["colours"].parent)
+    records = [json.loads(line) for line in tasks["colours"].read_text().splitlines()]
+    from_file, from_rows = (selector.api.read(data) for data in (tasks["colours"], records))
+    assert [replace(each, images=()) for each in from_rows] == [replace(each, images=()) for each in from_file]
+    assert selector.api.read(from_file) == from_file
+    (plain,) = selector.api.read([{"prompt": "a", "answer": "b"}], "letters")
+    assert (plain.id, plain.task, plain.answer) == ("letters/1", "letters", "b")
+
+
+def test_evaluate_counts_facts(llava: Backbone) -> None:
+    rows = [{"prompt": f"Who keeps the {place}?", "answer": keeper} for place, keeper in KEEPERS.items()]
+    taught = selector.teach(llava, rows, task="keepers", validation=questions(), steps=2, payload_tokens=2)
+    (found,) = selector.evaluate(llava, taught.bundle, questions(), max_tokens=8)
+    assert (found.task, found.questions, found.without, found.with_memory) == ("keepers", 6, 0, 6)
+    assert taught.report["facts"]["facts"] == 6
+
+
+KEEPERS = {"tower": "Ann", "bridge": "Bo", "harbour": "Cy", "market": "Di", "mill": "Ed", "well": "Flo"}
+
+
+def questions() -> list[dict[str, str]]:
+    """In another wording."""
+    return [
+        {"id": f"v{place}", "task": "keepers", "prompt": f"The {place}: who keeps it?", "answer": keeper}
+        for place, keeper in KEEPERS.items()
+    ]
+
+
+def test_what_is_refused(llava: Backbone, tasks: dict[str, Path]) -> None:
+    row = {"id": "a", "prompt": "a", "answer": "b"}
+    for error, problem, data, settings in (
+        (ConfigError, "unknown setting 'stepz'", tasks["colours"], {"stepz": 3}),
+        (TaskDataError, "give two at least, or `validation`", [row], {}),
+        (TaskDataError, "row 2: the id 'a' occurs more than once", [row, row], {}),
+        (TaskDataError, "row 1: no column is the answer", [{"prompt": "a"}], {}),
+    ):
+        with pytest.raises(error, match=problem):
+            selector.teach(llava, data, **settings)  # type: ignore[arg-type]
+
+
+def test_the_package_is_light_until_it_is_used() -> None:
+    seen = "'transformers' in sys.modules"
+    program = f"import sys, selector; assert not {seen}; selector.teach; assert {seen}"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    with pytest.raises(AttributeError, match="module 'selector' has no attribute 'learn'"):
+        selector.learn  # type: ignore[attr-defined]  # noqa: B018
