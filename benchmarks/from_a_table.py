@@ -43,6 +43,9 @@ class BestLora(Lora):
         return RATES
 
 
+LORA = BestLora(steps=200, batch_size=4, precision="float32", rank=8)
+
+
 def by_memory(preset: dict[str, Any]) -> Callable[[Path, Sequence[Example]], tuple[int, Callable[..., list[str]]]]:
     def learn(model: Path, rows: Sequence[Example]) -> tuple[int, Callable[..., list[str]]]:
         taught = selector.teach(model, rows, **preset)
@@ -63,8 +66,7 @@ def by_lora(model: Path, rows: Sequence[Example]) -> tuple[int, Callable[..., li
     training, validation = hold_out(rows, 0)
     task = TaskData(rows[0].task, tuple(training), tuple(validation))
     state = Path(tempfile.mkdtemp())
-    method = BestLora(steps=200, batch_size=4, precision="float32", rank=8)
-    artifact = method.learn(task, None, state, RunContext(model, 1, 0, 0, 1))
+    artifact = LORA.learn(task, None, state, RunContext(model, 1, 0, 0, 1))
     prepared = OfflineAnswerer(model, MAX_TOKENS).prepare(artifact, state)
     return artifact.stored_bytes, prepared.answers
 
