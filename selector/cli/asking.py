@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import mimetypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from inducekv_vllm.errors import ConfigError
 
-from .publishing import ask, served_digest
+from .publishing import ask, require_address, served_digest
 
 if TYPE_CHECKING:
     from ..data.examples import Example
 
 AT_ONCE: Final = 16  # requests under way
 TRACE: Final = {"inducekv_trace": 1}
+
+
+def add_asked(parser: argparse.ArgumentParser, verb: str, questions: str) -> None:
+    """The arguments of a command that asks about a bundle: the questions, and a model here or a server that answers."""
+    parser.add_argument("path", metavar="BUNDLE", type=Path, help="a bundle file")
+    parser.add_argument(
+        "--questions", type=Path, action="append", required=True, metavar="FILE", help=f"{questions}; repeatable"
+    )
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--model", help=f"{verb} here, with this model folder or Hugging Face id")
+    asked.add_argument("--url", help="ask the server at this address, which has the bundle")
+    parser.add_argument("--name", help="with --url: the bundle's name there (default: the file's without its ending)")
+    parser.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")
+
+
+def check_asked(options: argparse.Namespace) -> None:
+    """Raises ConfigError: the flags of `add_asked` contradict each other, or name no server."""
+    if options.url:
+        require_address(options.url, "--url")
+    elif options.name:
+        raise ConfigError("--name is what the bundle is called at a server: give its --url")
 
 
 def require_served(url: str, name: str, digest: str) -> None:

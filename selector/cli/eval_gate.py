@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
-from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.errors import BundleError
 
-from .asking import require_served, served_decisions
+from .asking import add_asked, check_asked, require_served, served_decisions
 from .gate_tables import print_table
 from .loading import load_backbone
-from .publishing import require_address
 
 if TYPE_CHECKING:
     from ..data.examples import Example
@@ -54,10 +53,7 @@ def eval_gate(options: argparse.Namespace) -> int:
     """Print how a bundle's gate decides on questions: task data, of which each example names its task, and .txt files
     of requests that belong to none. Decided here with --model, or by a running server with --url.
     """
-    if options.url:
-        require_address(options.url, "--url")
-    elif options.name:
-        raise ConfigError("--name is what the bundle is called at a server: give its --url")
+    check_asked(options)
     bundle = read_bundle(options.path)
     if (gate := bundle.gate) is None:
         raise BundleError(f"{options.path}: the bundle has no relevance gate")
@@ -129,17 +125,4 @@ def _print(rows: Sequence[Outcomes]) -> None:
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
     """Add this command to the parser of `inducekv-bundle`."""
     added = command("eval-gate", eval_gate)
-    added.add_argument("path", metavar="BUNDLE", type=Path, help="a bundle file")
-    added.add_argument(
-        "--questions",
-        type=Path,
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="task data, or a .txt file with a request of no task on each line; repeatable",
-    )
-    decider = added.add_mutually_exclusive_group(required=True)
-    decider.add_argument("--model", help="decide here, with this model folder or Hugging Face id")
-    decider.add_argument("--url", help="ask the server at this address, which has the bundle")
-    added.add_argument("--name", help="with --url: the bundle's name there (default: the file's without its ending)")
-    added.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")
+    add_asked(added, "decide", "task data, or a .txt file with a request of no task on each line")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
@@ -12,12 +11,11 @@ from rich.table import Table
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError
 
-from .asking import base_model, require_served, served_answers
+from .asking import add_asked, base_model, check_asked, require_served, served_answers
 from .columns import ColumnOptions, columns_of
 from .flags import add_flags
 from .gate_tables import print_table
 from .loading import load_backbone
-from .publishing import require_address
 
 if TYPE_CHECKING:
     from ..data.examples import Example
@@ -32,10 +30,7 @@ def evaluate(options: argparse.Namespace) -> int:
     """Print how many questions of each task are answered right with the bundle and without: word for word, but for
     white space at the ends. Answered here with --model, or by a running server with --url.
     """
-    if options.url:
-        require_address(options.url, "--url")
-    elif options.name:
-        raise ConfigError("--name is what the bundle is called at a server: give its --url")
+    check_asked(options)
     if options.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1, found {options.max_tokens}")
 
@@ -75,19 +70,6 @@ def _print(rows: Sequence[Accuracy]) -> None:
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
     """Add this command to the parser of `inducekv-bundle`."""
     added = command("eval", evaluate)
-    added.add_argument("path", metavar="BUNDLE", type=Path, help="a bundle file")
-    added.add_argument(
-        "--questions",
-        type=Path,
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="task data that was not learned, base questions, or both; repeatable",
-    )
-    decider = added.add_mutually_exclusive_group(required=True)
-    decider.add_argument("--model", help="answer here, with this model folder or Hugging Face id")
-    decider.add_argument("--url", help="ask the server at this address, which has the bundle")
-    added.add_argument("--name", help="with --url: the bundle's name there (default: the file's without its ending)")
+    add_asked(added, "answer", "task data that was not learned, base questions, or both")
     added.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help=f"of an answer (default {MAX_TOKENS})")
-    added.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")
     add_flags(added, {"": ColumnOptions})
