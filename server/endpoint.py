@@ -29,7 +29,7 @@ from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
 from inducekv_vllm.host.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
 
-from . import inspection, teaching
+from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware, SagemakerMiddleware, TurnMiddleware
 from .metrics import POOL_BYTES
 from .names import PIN
@@ -71,6 +71,7 @@ class InduceKVEndpoint:
         app.include_router(router)
         app.include_router(teaching.router)  # before a route that takes any name
         app.include_router(inspection.router)
+        app.include_router(page.router)
         app.add_middleware(OwnerMiddleware)
         app.add_middleware(SagemakerMiddleware)
         app.add_middleware(TurnMiddleware)
@@ -102,14 +103,14 @@ class InduceKVEndpoint:
         registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, processes)
         await registry.start(run.name, access.key_name)
         record_answer = registry.record_answer if config.audit_answers else None
-        engine = MemoryEngine(
-            engine_client, registry, config, stop, record_answer, registry.put_trace, registry.note_facts
-        )
+        decisions = page.LatestDecisions() if config.memory_page else None
+        noted = (record_answer, registry.put_trace, registry.note_facts, decisions.note if decisions else None)
+        engine = MemoryEngine(engine_client, registry, config, stop, *noted)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
         state.inducekv_registry, state.inducekv_engine = registry, engine
-        state.inducekv_access = access
+        state.inducekv_access, state.inducekv_decisions = access, decisions
 
 
 def run_folder(processes: int) -> Path:

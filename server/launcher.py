@@ -109,6 +109,8 @@ def add_flags(group: Any) -> None:
     add("--memory-pool-entries", "memory_pool_entries", "N", text, type=int)
     text = "serve only bundles that are signed by this Ed25519 public key (a PEM file); repeatable: by one of them"
     add("--require-signature", "require_signature", "KEY", text, type=_absolute, action="append")
+    text = "serve a page for people at /memory: bundles, facts, questions with and without memory, latest decisions"
+    add("--memory-page", "memory_page", None, text, action="store_const", const=True)
     text = "append what the relevance gate sees of every request, and its decision, to FILE: numbers, no text"
     add("--gate-log", "gate_log", "FILE", text, type=_absolute)
 

@@ -295,6 +295,23 @@ class UnloadMemoryBundleResponse(BaseModel):
     unloaded: Literal[True] = True
 
 
+class MemoryDecision(BaseModel):
+    """What one request was answered with."""
+
+    at: datetime = Field(description="When its answer began.")
+    bundle: BundleName
+    digest: str = Field(description="The version of the bundle.", examples=[DIGEST])
+    gate: dict[str, Any] | None = Field(description="As in a trace: `open`, `task`, `closed`; null without a gate.")
+    facts: list[str] = Field(description="The ids of the facts that entered the answer.")
+
+
+class MemoryDecisions(BaseModel):
+    """Response of GET /v1/memory_decisions."""
+
+    object: Literal["list"] = "list"
+    data: list[MemoryDecision]
+
+
 class MemoryTrace(BaseModel):
     """Response of GET /v1/memory_trace/{response_id}."""
 

@@ -45,6 +45,7 @@ from .wire import Decision
 
 RecordAnswer = Callable[[str, str, dict[str, Any]], Awaitable[None]]
 NoteFacts = Callable[[str, Sequence[str]], None]
+NoteDecision = Callable[[str, Memory, Decision], None]
 PutTrace = Callable[[str, str | None, str, dict[str, Any]], Awaitable[None]]
 
 
@@ -82,12 +83,14 @@ class MemoryEngine:
         record_answer: RecordAnswer | None = None,
         put_trace: PutTrace | None = None,
         note_facts: NoteFacts | None = None,
+        note_decision: NoteDecision | None = None,
     ) -> None:
         """
         Args:
             record_answer: called before each answer with its request id, its owner and what it is answered with.
             put_trace: called at the end of each answer that is traced, with its owner, cache salt and request id.
             note_facts: called before each answer from facts, with the name of the bundle and the ids of the facts.
+            note_decision: called before each answer with the name of the bundle and what was decided.
         """
         self._client = client
         self._stop = stop or EngineStop(client)
@@ -98,7 +101,7 @@ class MemoryEngine:
         self._placeholders = placeholder_ids(client.model_config.hf_config)
         self._tracing = client.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._put_trace = put_trace
-        self._note_facts = note_facts
+        self._note_facts, self._note_decision = note_facts, note_decision
 
     def generate(
         self,
@@ -202,6 +205,8 @@ class MemoryEngine:
     ) -> None:
         """Before the answer begins."""
         observed.decided(decision)
+        if self._note_decision is not None:
+            self._note_decision(name, memory, decision)
         if self._note_facts is not None and decision.facts is not None:
             self._note_facts(name, [memory.metadata.facts[number].id for number in decision.facts.facts])
         if self._record_answer is None:

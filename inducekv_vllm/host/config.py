@@ -46,6 +46,7 @@ class InduceKVConfig(BaseModel):
     max_bundle_bytes: int = Field(default=4 * 2**30, ge=1)  # a larger file is refused before it is read
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
     audit_answers: bool = False  # the audit chain of the state has every answer too
+    memory_page: bool = False  # a page for people at /memory, and the latest decisions for the admin
     gate_log: str | None = None  # a file that the evidence of every request behind a gate is appended to
 
     @model_validator(mode="after")

@@ -77,7 +77,7 @@ def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
     It sends its spans to `collector`, and holds loads where a test wants it: see `HoldingWorker`.
     """
     memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
-    root = ["--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
+    root = ["--memory-page", "--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
     kept = [f"--memory-state={log.parent / STATE}", "--memory-audit-answers", "--otlp-traces-endpoint", collector]
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     arguments += ["--worker-cls", "tests.server.ranks.HoldingWorker"]

@@ -1,0 +1,123 @@
+"""`--memory-page`: the page and the latest decisions; in a browser, where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.host.config import ADMIN_HEADER
+from tests.engine.parity import Prompt
+from tests.server.browser import PROGRAM, opened
+from tests.server.http import Bundles, ask
+from tests.server.launch import ADMIN_KEY, Adapted
+
+GATED_TASKS = ("a", None)
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: str) -> None:
+    answer = httpx.get(f"{server}/memory")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    (nonce,) = re.findall(r"script-src 'nonce-([\w-]+)'", policy)
+    assert f'<script nonce="{nonce}">' in answer.text
+    assert "default-src 'none'" in policy
+    assert nonce not in httpx.get(f"{server}/memory").text
+    assert not re.findall(r"(?:src|href)=|https?://|innerHTML|@import|url\(", answer.text)
+    assert ADMIN_KEY not in answer.text
+    assert ADMIN_HEADER in answer.text
+
+
+def test_the_latest_decisions_are_for_the_admin(
+    server: str, client: openai.OpenAI, bundles: Bundles, gated_bundle: tuple[Bundle, Path], questions: list[Prompt]
+) -> None:
+    url = f"{server}/v1/memory_decisions"
+    assert httpx.get(url).status_code == 401
+    with bundles.loaded("seen", gated_bundle[1]):
+        for question in questions[:2]:
+            ask(client, "seen", question, max_tokens=1)
+        ask(client, "base", questions[0], max_tokens=1)  # which nothing decides on
+        found = httpx.get(url, headers=bundles.headers).json()["data"]
+    assert [each["bundle"] for each in found[:2]] == ["seen", "seen"]
+    assert [each["gate"]["task"] for each in found[:2]] == list(reversed(GATED_TASKS))
+    assert found[0]["gate"]["closed"] in ("outside", "below_threshold")
+    assert {each["digest"] for each in found[:2]} == {gated_bundle[0].digest}
+    assert all(each["facts"] == [] for each in found[:2])
+    assert len(found) <= 50
+
+
+def test_without_the_flag_there_is_no_page(adapted: Adapted) -> None:
+    headers = {ADMIN_HEADER: ADMIN_KEY}
+    for path in ("/memory", "/v1/memory_decisions"):
+        answer = httpx.get(f"{adapted.url}{path}", headers=headers)
+        assert (answer.status_code, "--memory-page" in answer.text) == (404, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")
+def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
+    """A fact is taught, asked, corrected, rolled back and forgotten with the keyboard and by clicks."""
+    with opened(f"{server}/memory", tmp_path / "browser") as page:
+
+        def text(name: str) -> str:
+            return f"document.getElementById('{name}').innerText"
+
+        def fill(**values: str) -> None:
+            for name, value in values.items():
+                page.run(f"document.getElementById('{name.replace('_', '-')}').value = {json.dumps(value)}")
+
+        def press(label: str, of: str) -> None:
+            buttons = f"[...document.querySelectorAll('{of} button')]"
+            page.run(f"{buttons}.find(b => b.innerText.startsWith({json.dumps(label)})).click()")
+
+        page.wait_for(f"{text('bundles')}.includes('sqrt')")
+        assert "shown to the admin" in page.run(text("decisions"))
+        page.run("document.getElementById('admin').focus()")
+        page.send("Input.insertText", text=ADMIN_KEY)
+        page.press("Enter", 13)
+        page.wait_for(f"{text('message')} === 'The keys are used'")
+
+        fill(teach_bundle="page", teach_task="towns", teach_question="Who keeps the tower?", teach_answer="Ann")
+        press("Teach", "#teach")
+        page.wait_for(f"{text('message')} === 'Taught'")
+        assert page.run(FACT) == "Ann"
+
+        fill(question="The tower: who keeps it?", tokens="16")
+        press("Ask both", "#ask")
+        answers = "[...document.querySelectorAll('.answer pre')].map(p => p.innerText)"
+        page.wait_for(f"{answers}.length === 2 && !{answers}.includes('…')")
+        plain, with_memory = page.run(answers)
+        assert (plain != "Ann", with_memory) == (True, "Ann")
+        assert "No gate; no entries; facts" in page.run("document.querySelector('.answer .note').innerText")
+        page.wait_for(f"{text('decisions')}.includes('page')")
+
+        for width, dark in ((1200, False), (1200, True), (380, False)):
+            page.look(width, dark=dark)
+            page.screenshot(tmp_path / f"{width}-{'dark' if dark else 'light'}.png")
+            assert page.run("document.documentElement.scrollWidth <= innerWidth")
+
+        page.run(f"{FACT} = 'Bo'")
+        press("Correct", "#facts")
+        page.wait_for(f"{text('message')}.endsWith('is corrected')")
+        assert page.run(FACT) == "Bo"
+        press("Back to", "#bundles")
+        page.wait_for(f"{text('message')}.endsWith('again')")
+        page.wait_for(f"{FACT} === 'Ann'")
+        press("Forget", "#facts")
+        page.wait_for(f"{text('message')}.includes('a bundle needs one')")
+        fill(teach_bundle="page", teach_question="Who keeps the mill?", teach_answer="Cy")
+        press("Teach", "#teach")
+        page.wait_for("document.querySelectorAll('#facts input').length === 2")
+        press("Forget", "#facts")
+        page.wait_for(f"{FACT} === 'Cy'")
+        assert [each for each in page.said if "400" not in each] == []  # the refusal
+    bundles.unload("page")
+
+
+FACT = "document.querySelector('#facts input').value"
