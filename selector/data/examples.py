@@ -70,6 +70,7 @@ def read_task(path: str | Path, columns: Columns = BY_NAME) -> list[Example]:
     folder = source if source.is_dir() else source.parent
     examples: dict[str, Example] = {}
     problems: list[TaskDataError] = []
+    wrong = 0
     for number, (place, row) in enumerate(rows_of(source), start=1):
         try:
             if isinstance(row, TaskDataError):
@@ -79,13 +80,14 @@ def read_task(path: str | Path, columns: Columns = BY_NAME) -> list[Example]:
                 raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
             examples[example.id] = example
         except TaskDataError as problem:
-            problems.append(problem)
-    if len(problems) == 1:
+            wrong += 1
+            problems = [*problems, problem][:MAX_PROBLEMS]
+    if wrong == 1:
         raise problems[0]
-    if problems:
-        wrong = TaskDataError(f"{source}: {len(problems)} examples are wrong, none was used")
-        wrong.problems = tuple(problems[:MAX_PROBLEMS])
-        raise wrong
+    if wrong:
+        error = TaskDataError(f"{source}: {wrong} examples are wrong, none was used")
+        error.problems = tuple(problems)
+        raise error
     if not examples:
         raise TaskDataError(f"{source}: the file holds no examples")
     return list(examples.values())

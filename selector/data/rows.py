@@ -64,7 +64,7 @@ def _rows(file: BinaryIO, source: Path) -> Iterator[Row]:
         raise TaskDataError(f"{source}: an Excel file or another archive: save the table as CSV")
     elif source.suffix in (".csv", ".tsv"):
         yield from _table_rows(file, source)
-    elif text.startswith(b"[") or source.suffix == ".json":
+    elif text.startswith(b"[") or (source.suffix == ".json" and not text.startswith(b"{")):
         for number, item in enumerate(array_items(io.TextIOWrapper(file, encoding="utf-8-sig"), source), start=1):
             place = f"{source}, item {number}"
             yield place, _checked(item, place)

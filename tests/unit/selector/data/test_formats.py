@@ -71,6 +71,7 @@ FILES: dict[str, tuple[str, bytes]] = {
     "json lines by their content": ("sky.data", jsonl(rows_as_given())),
     "prompt and completion": ("sky.jsonl", jsonl(rows_as_given(prompt="prompt", answer="completion"))),
     "array": ("sky.json", json.dumps(rows_as_given(answer="label")).encode()),
+    "json lines in a .json": ("sky.json", jsonl(rows_as_given())),
     "array in a .jsonl": ("sky.jsonl", json.dumps(rows_as_given()).encode()),
     "openai": ("sky.jsonl", jsonl([chat(*pair) for pair in PAIRS])),
     "sharegpt": ("sky.json", json.dumps([conversation(*pair) for pair in PAIRS]).encode()),
