@@ -15,7 +15,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ from benchmarks.continual.methods import Artifact, RunContext
 from benchmarks.continual.methods.lora import Lora
 from benchmarks.continual.suites import TaskData
 from benchmarks.machine import describe_machine
+from selector.backbone.bundled_model import BundledModel
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.cli.settings import PRESETS
 from selector.data.choice import hold_out
 from selector.data.examples import Example, read_task
 from selector.data.records import Columns
@@ -46,15 +50,11 @@ class BestLora(Lora):
 LORA = BestLora(steps=200, batch_size=4, precision="float32", rank=8)
 
 
-def by_memory(preset: dict[str, Any]) -> Callable[[Path, Sequence[Example]], tuple[int, Callable[..., list[str]]]]:
+def by_memory(preset: Mapping[str, Any]) -> Callable[[Path, Sequence[Example]], tuple[int, Callable[..., list[str]]]]:
     def learn(model: Path, rows: Sequence[Example]) -> tuple[int, Callable[..., list[str]]]:
         taught = selector.teach(model, rows, **preset)
 
         def answers(questions: Sequence[Example]) -> list[str]:
-            from selector.backbone.bundled_model import BundledModel
-            from selector.backbone.model import Backbone
-            from selector.backbone.scoring import Scorer
-
             return BundledModel(Scorer(Backbone.load(model)), taught.bundle).answers(questions, MAX_TOKENS)
 
         return memory_bytes(taught.bundle), answers
@@ -78,7 +78,7 @@ def untouched(model: Path, rows: Sequence[Example]) -> tuple[int, Callable[..., 
 METHODS = {
     "untouched": untouched,
     "memory": by_memory({}),
-    "memory, --preset quick": by_memory({"activation": "generation", "learning_rate": 0.1, "steps": 100}),
+    "memory, --preset quick": by_memory(PRESETS["quick"]),
     "LoRA, rank 8": by_lora,
 }
 

@@ -1,10 +1,10 @@
 """Teaching from Python: what `inducekv-select` and `inducekv-bundle eval` do, with data in memory or in files.
 
-import selector
+    taught = selector.teach("DIR", [{"prompt": "My order has not arrived.", "answer": "shipping"}, ...], task="support")
+    print(selector.evaluate("DIR", taught.bundle, "test.csv"))
+    inducekv_vllm.bundle.write_bundle(taught.bundle, "support.safetensors")
 
-taught = selector.teach("DIR", [{"prompt": "My order has not arrived.", "answer": "shipping"}, ...], task="support")
-print(selector.evaluate("DIR", taught.bundle, "test.csv"))
-inducekv_vllm.bundle.write_bundle(taught.bundle, "support.safetensors")
+The tensors are the command's, to the bit.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import TaskDataError
 
 from .backbone.model import Backbone
-from .data.choice import choose_anchors, hold_out
-from .data.examples import Example, example_of, read_task
-from .data.records import Columns, record_of
+from .data.choice import ANCHORS_PER_TASK, choose_anchors, hold_out
+from .data.examples import Example, examples_of, read_task
+from .data.records import Columns
 from .gate.background import read_background
 from .refined.settings import RefinedSettings
 from .refined.update import update_refined
 from .runtime.checkpoint import Checkpoint
 from .update.accuracy import Accuracy, accuracies_of
 from .update.inputs import TaskInputs
+from .update.result import helps
 
 Data = str | Path | Iterable[Mapping[str, Any] | Example]
-ANCHORS = 64
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Taught:
     @property
     def helps(self) -> bool:
         """Whether the memory has a smaller loss on the validation examples than none."""
-        losses = self.report["validation_nll"]
-        return losses is None or bool(losses["deployed"] < losses["no_memory"])
+        return helps(self.report)
 
 
 def teach(
@@ -113,17 +112,8 @@ def read(data: Data, task: str | None = None) -> list[Example]:
     columns = Columns(task=task)
     if isinstance(data, str | Path):
         return read_task(data, columns)
-    examples: dict[str, Example] = {}
-    for number, row in enumerate(data, start=1):
-        place = f"row {number}"
-        example = row if isinstance(row, Example) else None
-        if example is None:
-            assert not isinstance(row, Example)
-            example = example_of(record_of(row, columns, number, "task", place), Path(), place)
-        if example.id in examples:
-            raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
-        examples[example.id] = example
-    return list(examples.values())
+    rows = [(f"row {number}", row) for number, row in enumerate(data, start=1)]
+    return examples_of(rows, Path(), columns, "task", "the rows") if rows else []
 
 
 def _split(
@@ -138,4 +128,4 @@ def _split(
 
 
 def _anchors(training: Sequence[Example], seed: int, keys: Tensor) -> list[Example]:
-    return [training[row] for row in choose_anchors(training, ANCHORS, "random", seed, keys=keys)]
+    return [training[row] for row in choose_anchors(training, ANCHORS_PER_TASK, "random", seed, keys=keys)]

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
 from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.trace import describe
+from inducekv_vllm.engine.trace import describe_facts, describe_gate
 from inducekv_vllm.engine.wire import Decision
 from inducekv_vllm.host.config import ADMIN_HEADER
 
@@ -34,9 +34,8 @@ class LatestDecisions:
 
     def note(self, name: str, memory: Memory, decision: Decision) -> None:
         """What a request is answered with, as it begins."""
-        trace = describe(name, memory, decision)
-        facts = [fact["id"] for fact in trace["facts"]]
-        found = MemoryDecision(at=datetime.now(UTC), bundle=name, digest=memory.digest, gate=trace["gate"], facts=facts)
+        gate, facts = describe_gate(memory, decision), [fact["id"] for fact in describe_facts(memory, decision)]
+        found = MemoryDecision(at=datetime.now(UTC), bundle=name, digest=memory.digest, gate=gate, facts=facts)
         self._kept.appendleft(found)
 
     def shown(self) -> MemoryDecisions:

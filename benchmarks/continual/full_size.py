@@ -28,6 +28,7 @@ from benchmarks.continual.suites import load_suite
 from benchmarks.machine import describe_machine
 from benchmarks.published import check
 from benchmarks.published.suites import UCIT
+from selector.cli.select import WORSE, checkpoint_folder
 from server.demo import CHECKPOINT
 
 RESULTS = Path(__file__).parents[1] / "results" / "published_full_size.json"
@@ -82,7 +83,6 @@ def load(data: Path) -> None:
 
 
 CANDIDATES, OUTPUT = 40_000, "full.safetensors"
-NO_BETTER = 3  # exit status: made-up answers teach nothing
 
 
 def select(data: Path) -> None:
@@ -113,7 +113,8 @@ def measured(step: str, data: Path) -> dict[str, Any]:
     began, found = time.perf_counter(), {}
     if step == "select":
         found = {"killed_after": killed_after_half(command, data)}
-    if subprocess.run(command, check=False).returncode not in (0, NO_BETTER):
+    # Made-up answers teach nothing.
+    if subprocess.run(command, check=False).returncode not in (0, WORSE):
         raise SystemExit(f"{step} failed")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of the largest child so far
     return {"seconds": round(time.perf_counter() - began, 1), "peak_mib": round(peak / 1024), **found}
@@ -121,7 +122,7 @@ def measured(step: str, data: Path) -> dict[str, Any]:
 
 def killed_after_half(command: Sequence[str], data: Path) -> dict[str, Any]:
     """Begins a selection and kills it when half of its candidates' payloads are kept."""
-    began, pool = time.perf_counter(), data / f".{OUTPUT}.progress" / "pool"
+    began, pool = time.perf_counter(), checkpoint_folder(data / OUTPUT) / "pool"
     process = subprocess.Popen(command)
     while (kept := begun_shard(pool)) < CANDIDATES // 2:
         if process.poll() is not None:

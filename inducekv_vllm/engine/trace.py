@@ -20,17 +20,17 @@ def describe(name: str, memory: Memory, decision: Decision) -> dict[str, Any]:
         "start": spec.start if spec is not None else None,
         "adapter": record.digest if record is not None else None,
         "num_entries": memory.num_entries,
-        "gate": _describe_gate(memory, decision),
+        "gate": describe_gate(memory, decision),
         "remainder": spec is not None and spec.remainder and len(spec.entries) < memory.num_entries,
         "entries": [
             {"index": index, "id": memory.entries[index].id, "task": memory.entries[index].task, "weight": weight}
             for index, weight in entries
         ],
-        "facts": _describe_facts(memory, decision),
+        "facts": describe_facts(memory, decision),
     }
 
 
-def _describe_facts(memory: Memory, decision: Decision) -> list[dict[str, Any]]:
+def describe_facts(memory: Memory, decision: Decision) -> list[dict[str, Any]]:
     """The facts that were found, with their part in the next token's distribution."""
     if decision.facts is None:
         return []
@@ -46,7 +46,7 @@ def _describe_facts(memory: Memory, decision: Decision) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_gate(memory: Memory, decision: Decision) -> dict[str, Any] | None:
+def describe_gate(memory: Memory, decision: Decision) -> dict[str, Any] | None:
     """None without a gate. For a closed gate the task is null, and for an open one the reason why it is closed."""
     if decision.margins is None:
         return None

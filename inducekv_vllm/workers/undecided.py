@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import starmap
 from typing import Final
 
 import torch
@@ -181,12 +183,13 @@ class UndecidedRequests:
 
     def _evidence(self, request: Undecided, gate: ResidentGate) -> Tensor:
         """[H]; a long prompt in pieces, because vLLM has left no memory for the values of all of it."""
-        found: list[Tensor] = []
-        for text, media in in_pieces(*deciding_tokens(request.token_ids, gate.marks, self._placeholders)):
+
+        def of_piece(text: list[int], media: list[int]) -> Tensor:
             values = self._values.read(gate.layers, request.blocks, text + media)  # [t, S, F of this rank]
-            evidence = gate.scores.evidence(last_averaged(values, len(text)), self._add_up)
-            found = [torch.maximum(found[0], evidence) if found else evidence]
-        return found[0]
+            return gate.scores.evidence(last_averaged(values, len(text)), self._add_up)
+
+        pieces = in_pieces(*deciding_tokens(request.token_ids, gate.marks, self._placeholders))
+        return reduce(torch.maximum, starmap(of_piece, pieces))
 
     def _find_picture(self, request: Undecided, marks: TurnMarks) -> None:
         media = deciding_tokens(request.token_ids, marks, self._placeholders).media
@@ -194,7 +197,6 @@ class UndecidedRequests:
             request.refusal = f"pictures cannot be told from each other by layer {LAYER}: {reason}"
         elif media:
             pieces = (media[at : at + PIECE] for at in range(0, len(media), PIECE))
-            sums = [
-                self._values.read([LAYER], request.blocks, piece).sum((0, 1)) for piece in pieces
-            ]  # [F of this rank]
+            # Of this rank's features, [F] each.
+            sums = [self._values.read([LAYER], request.blocks, piece).sum((0, 1)) for piece in pieces]
             request.picture = self._device.to_host(self._all_heads(torch.stack(sums).sum(0) / len(media)))

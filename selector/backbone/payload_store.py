@@ -82,14 +82,14 @@ class PayloadStore:
 
     def retrieval_keys(self) -> Tensor:
         """The current task's retrieval keys up to the last whole shard without a gap: [n, d], [0, 0] without any."""
-        shards = [torch.empty(0, 0)]
+        shards, first = list[Tensor](), 0
         expected = [math.prod(self.shape) * _ITEM_BYTES] * len(_FILES)
         with contextlib.suppress(OSError, KeyError, safetensors.SafetensorError):  # the caller extracts the rest again
             if [(self.folder / name).stat().st_size for name in _FILES] == expected:
-                while sum(map(len, shards)) < self.shape[1] - self.num_previous:
-                    content = self._shard(sum(map(len, shards))).read_bytes()
-                    shards.append(safetensors.torch.load(content)["retrieval_keys"])
-        return torch.cat(shards[1:]) if len(shards) > 1 else shards[0]
+                while first < self.shape[1] - self.num_previous:
+                    shards.append(safetensors.torch.load(self._shard(first).read_bytes())["retrieval_keys"])
+                    first += len(shards[-1])
+        return torch.cat(shards) if shards else torch.empty(0, 0)
 
     def mapped(self) -> tuple[Tensor, Tensor]:
         """All payload keys and values as read-only maps, [L, N, J, m, D] float16 each."""

@@ -281,9 +281,11 @@ def _choose_anchors(
 
 def _no_better(report: dict[str, Any]) -> str | None:
     """What to say if the memory does no better on the validation examples than none."""
-    losses = report["validation_nll"]
-    if losses is None or losses["deployed"] < losses["no_memory"]:
+    from ..update.result import helps
+
+    if helps(report):
         return None
+    losses = report["validation_nll"]
     return (
         "on the validation examples the memory is no better than none: "
         f"NLL {losses['deployed']:.4f} with it, {losses['no_memory']:.4f} without"

@@ -15,7 +15,7 @@ from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 
-from ..data.choice import AnchorPolicy
+from ..data.choice import ANCHORS_PER_TASK, AnchorPolicy
 from ..paper.settings import PaperSettings
 from ..refined.settings import RefinedSettings
 from ..runtime.settings import Flag
@@ -55,7 +55,7 @@ class SelectOptions(ColumnOptions):
     background: Annotated[Path | None, Flag(f"{BACKGROUND} (refined only)")] = None
     recipe: Annotated[Literal["paper", "refined"] | None, Flag("(default: the previous bundle's, else refined)")] = None
     anchor_policy: Annotated[AnchorPolicy, Flag("how anchors are chosen")] = "random"
-    anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = 64
+    anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = ANCHORS_PER_TASK
     replace: Annotated[bool, Flag("learn a task again: its anchors in the store give way to this run's")] = False
     created: Annotated[
         str | None, Flag("when the new entries count as made: a date (default: the start of the run)", metavar="DATE")

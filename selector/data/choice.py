@@ -15,6 +15,7 @@ from torch import Tensor
 from .examples import Example
 
 VALIDATION_SHARE = 0.1  # of a task's examples, held out if there are no others
+ANCHORS_PER_TASK = 64
 Policy = Literal["random", "k-center"]
 AnchorPolicy = Literal["random", "stratified", "k-center", "hard"]
 

@@ -12,7 +12,7 @@ Images are paths relative to the file and must lie beneath its folder.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
@@ -67,18 +67,38 @@ def read_task(path: str | Path, columns: Columns = BY_NAME) -> list[Example]:
         TaskDataError: naming the file, the line or item, and the problem; up to ten of several.
     """
     source = Path(path)
-    folder = source if source.is_dir() else source.parent
+    return examples_of(rows_of(source), source if source.is_dir() else source.parent, columns, source.stem, str(source))
+
+
+def examples_of(
+    rows: Iterable[tuple[str, Mapping[str, Any] | Example | TaskDataError]],
+    folder: Path,
+    columns: Columns,
+    task: str,
+    source: str,
+) -> list[Example]:
+    """The examples of rows, each with its place for messages.
+
+    Args:
+        folder: pictures lie beneath it.
+        task: the name of the task of rows without one.
+        source: of all rows, for messages.
+
+    Raises:
+        TaskDataError: naming the place and the problem; up to ten of several.
+    """
     examples: dict[str, Example] = {}
     problems: list[TaskDataError] = []
     wrong = 0
-    for number, (place, row) in enumerate(rows_of(source), start=1):
+    for number, (place, row) in enumerate(rows, start=1):
         try:
             if isinstance(row, TaskDataError):
                 raise row
-            example = example_of(record_of(row, columns, number, source.stem, place), folder, place)
-            if example.id in examples:
-                raise TaskDataError(f"{place}: the id {example.id!r} occurs more than once")
-            examples[example.id] = example
+            if not isinstance(row, Example):
+                row = example_of(record_of(row, columns, number, task, place), folder, place)
+            if row.id in examples:
+                raise TaskDataError(f"{place}: the id {row.id!r} occurs more than once")
+            examples[row.id] = row
         except TaskDataError as problem:
             wrong += 1
             problems = [*problems, problem][:MAX_PROBLEMS]

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from inducekv_vllm.backbone.footprint import FLOAT16_BYTES
+
 from ..backbone.extraction import extract_keys
 from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
@@ -17,8 +19,6 @@ from .duration import seconds_of_search
 from .entries import initial_entries
 from .settings import RefinedSettings
 from .training import TrainingProblem, log_prior
-
-FLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True)
