@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from inducekv_vllm.files.whole import lock_file
 from ..data.anchors import AnchorStore
 from ..data.choice import AnchorPolicy
 from ..data.examples import Example
-from ..report.page import render_html
-from ..runtime.files import replace_file
+from ..report.files import write_report
 from ..update.result import UpdateResult
 
 
@@ -78,17 +76,3 @@ def write_outputs(output: Path, result: UpdateResult, kept: KeptAnchors | None, 
         store.append(kept.anchors, run=kept.run, policy=kept.policy, seed=seed, replace=kept.replace)
         storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
     write_report(output, result.report | {"storage": storage})
-
-
-def report_path(output: Path) -> Path:
-    return output.with_name(f"{output.stem}.report.json")
-
-
-def write_report(output: Path, report: dict[str, Any]) -> None:
-    """As JSON, and as a page. Raises ConfigError: a file cannot be written."""
-    path = report_path(output)
-    try:
-        replace_file(path, json.dumps(report, indent=1).encode())
-        replace_file(path.with_suffix(".html"), render_html(report).encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot write the report: {error}") from error

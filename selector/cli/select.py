@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ..data.anchors import AnchorStore
     from ..data.examples import Example
     from ..paper.settings import PaperSettings
+    from ..runtime.callback import Callback
     from ..runtime.checkpoint import Checkpoint
     from ..update.inputs import TaskInputs
     from ..update.result import UpdateResult
@@ -75,6 +76,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     from ..runtime.checkpoint import identity_digest
     from ..update.inputs import TaskInputs
     from .outputs import sole_writer
+    from .tensorboard import TensorBoard
 
     training, validation = _split(options, settings.seed)
     base = _read_base(options, recipe, [*training, *validation])
@@ -112,10 +114,13 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
 
         dry_run(load_backbone(options.model, options.device, options.dtype), inputs, settings, options.output)
         return SUCCESS
+    callbacks = [TensorBoard(options.log_dir)] if options.log_dir else []
     with sole_writer(options.output):
         checkpoint = _finished_checkpoint(options.output, identity)
         if checkpoint is None:
-            checkpoint = _update_and_write(options, settings, inputs, base, background, store, run_name, identity)
+            checkpoint = _update_and_write(
+                options, settings, inputs, base, background, store, run_name, identity, callbacks
+            )
         if checkpoint is None:
             return WORSE
         if options.publish:
@@ -209,11 +214,13 @@ def _update_and_write(
     store: AnchorStore | None,
     run_name: str,
     identity: dict[str, Any],
+    callbacks: Sequence[Callback],
 ) -> Checkpoint | None:
     """Update and write everything; None if only the report is written, because the memory does no better than none."""
+    from ..report.files import write_report
     from ..runtime.checkpoint import Checkpoint
     from ..update.dates import with_dates
-    from .outputs import KeptAnchors, write_outputs, write_report
+    from .outputs import KeptAnchors, write_outputs
 
     _note(f"loading {options.model}")
     backbone = load_backbone(options.model, options.device, options.dtype)
@@ -221,7 +228,7 @@ def _update_and_write(
     if resumed:
         _note("resuming an earlier run")
     try:
-        result = _update(backbone, inputs, settings, checkpoint, base, background)
+        result = _update(backbone, inputs, settings, checkpoint, base, background, callbacks)
     except InduceKVError:
         checkpoint.remove_unless_begun()  # examples that do not fit the model are found before there is progress
         raise
@@ -246,12 +253,19 @@ def _update(
     checkpoint: Checkpoint,
     base: Sequence[Example],
     background: Sequence[Example],
+    callbacks: Sequence[Callback],
 ) -> UpdateResult:
     from ..paper.update import update_paper
     from ..refined.update import update_refined
 
     if isinstance(settings, RefinedSettings):
-        return update_refined(backbone, inputs, settings, checkpoint, base=base, background=background, progress=True)
+        return update_refined(
+            *(backbone, inputs, settings, checkpoint),
+            base=base,
+            background=background,
+            progress=True,
+            callbacks=callbacks,
+        )
     return update_paper(backbone, inputs, settings, checkpoint, progress=True)
 
 
@@ -293,7 +307,7 @@ def _no_better(report: dict[str, Any]) -> str | None:
 
 
 def _summarize(result: UpdateResult, options: SelectOptions) -> None:
-    from .outputs import report_path
+    from ..report.files import report_path
 
     bundle: Bundle = result.bundle
     output = options.output
@@ -316,6 +330,11 @@ def _summarize(result: UpdateResult, options: SelectOptions) -> None:
         print_prices(gate["prices"], bundle.metadata.settings["gate_misses"])
     if accuracy := result.report.get("validation_accuracy"):
         _print_accuracy(accuracy, result.report["pool"]["validation_examples"])
+    if base := result.report.get("base_accuracy"):
+        print(
+            f"base questions answered right (of {base['questions']} that the gate was fitted to): "
+            f"{base['deployed']:.1%}; {base['no_memory']:.1%} without memory"
+        )
     print(f"memory: {result.report['memory_bytes'] / 1e6:.2f} MB; report: {report_path(output).with_suffix('.html')}")
     print(f"serve it: inducekv-serve {shlex.quote(options.model)} --memory {shlex.quote(f'{output.stem}={output}')}")
 

@@ -75,6 +75,9 @@ class SelectOptions(ColumnOptions):
         Flag("quick: one training of 100 steps; best: the search with twice the steps and patience (refined only)"),
     ] = None
     dry_run: Annotated[bool, Flag("check everything, time a step, and say what would be computed and written")] = False
+    log_dir: Annotated[
+        Path | None, Flag("write the curves of the trainings there, for TensorBoard (refined only)", metavar="DIR")
+    ] = None
     publish: Annotated[
         str | None,
         Flag(f"load it into a server; {ADMIN_KEY_VARIABLE} and {API_KEY_VARIABLE} hold its keys", metavar="URL"),
@@ -115,9 +118,9 @@ def recipe_settings(
         if name not in flag_fields(RECIPES[recipe]):
             other = next(other for other in RECIPES if other != recipe)
             raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe {other!r} only")
-    for name in ("base", "background", "preset"):
+    for name in ("base", "background", "preset", "log_dir"):
         if getattr(options, name) and recipe != REFINED:
-            raise ConfigError(f"--{name} is a setting of the recipe 'refined' only")
+            raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe 'refined' only")
     if options.preset:
         values = {**PRESETS[options.preset], **values}
     if previous is not None:

@@ -25,6 +25,7 @@ from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
 
 from ..backbone.injection import Memory
 from ..backbone.scoring import Questions, Scorer
+from ..runtime.callback import Callback
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.progress import progress_bar
 from .duration import announce
@@ -81,7 +82,12 @@ class Search:
 
 
 def search(
-    problem: TrainingProblem, settings: RefinedSettings, gate_layer: int, checkpoint: Checkpoint, progress: bool
+    problem: TrainingProblem,
+    settings: RefinedSettings,
+    gate_layer: int,
+    checkpoint: Checkpoint,
+    progress: bool,
+    callbacks: Sequence[Callback] = (),
 ) -> Search:
     """Begin with every activation and learning rate, and finish the best; a training that diverges is left out.
 
@@ -100,7 +106,7 @@ def search(
             step, compared = rung_step(share, settings), list[Candidate]()
             for candidate in ranking[:running]:
                 with _noted(diverged):
-                    _train(candidate, step, checkpoint, progress)
+                    _train(candidate, step, checkpoint, progress, callbacks)
                     losses = candidate.training.compare(step, checkpoint, candidate.name)
                     compared.append(replace(candidate, losses=losses))
             order = best_first([each.losses for each in compared], [each.lateness for each in compared])
@@ -111,7 +117,7 @@ def search(
                 activation=candidate.activation,
                 first_layer=candidate.first_layer,
                 learning_rate=candidate.training.learning_rate,
-                memory=_train(candidate, settings.steps, checkpoint, progress),
+                memory=_train(candidate, settings.steps, checkpoint, progress, callbacks),
                 history=tuple(candidate.training.history),
                 begun=tuple(ranking),
             )
@@ -187,17 +193,20 @@ def active_from(scorer: Scorer, questions: Questions, activation: Activation) ->
     return replace(questions, first_active=first)
 
 
-def _train(candidate: Candidate, step: int, checkpoint: Checkpoint, progress: bool) -> Memory:
+def _train(
+    candidate: Candidate, step: int, checkpoint: Checkpoint, progress: bool, callbacks: Sequence[Callback]
+) -> Memory:
     """Up to that step. Raises TaskDataError, BundleError: it diverges."""
-    training = candidate.training
     with progress_bar(f"Training, {candidate.title}, to step {step}", step, progress) as advance:
-        return train(
-            training,
-            checkpoint,
-            candidate.name,
-            lambda training: advance(training.step, progress_text(training)),
-            until=step,
-        )
+
+        def after_step(training: Training) -> None:
+            advance(training.step, progress_text(training))
+            for callback in callbacks:
+                callback.on_step(candidate.title, training.step, training.history[-1].current)
+                if training.checked_at == training.step:
+                    callback.on_check(candidate.title, training.step, training.checks[-1])
+
+        return train(candidate.training, checkpoint, candidate.name, after_step, until=step)
 
 
 def progress_text(training: Training) -> str:

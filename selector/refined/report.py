@@ -13,6 +13,7 @@ from ..backbone.bundled_model import BundledModel, openings
 from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 from ..gate.fit import FittedGate
+from ..update.answers import MOST_BASE, answers_of, shares, some
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
 from ..update.recipes import REFINED
@@ -33,6 +34,7 @@ def report_update(
     with_bundle, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
     report: dict[str, Any] = {
         "recipe": REFINED,
+        "model": scorer.backbone.model.config.name_or_path,
         "digest": bundle.digest,
         "parent_digest": bundle.metadata.parent_digest,
         "settings": bundle.metadata.settings,
@@ -63,18 +65,21 @@ def report_update(
         "memory_bytes": memory_bytes(bundle),
         "validation_nll": None,
         "validation_accuracy": None,
+        "base_accuracy": None,
+        "answers": None,
     }
     if inputs.validation:
-        for name, measure in (
-            ("validation_nll", BundledModel.mean_loss),
-            ("validation_accuracy", BundledModel.accuracy),
-        ):
-            report[name] = {
-                "no_memory": measure(without, inputs.validation, validation.keys),
-                "deployed": measure(with_bundle, inputs.validation, validation.keys),
-            }
+        report["validation_nll"] = {
+            "no_memory": without.mean_loss(inputs.validation, validation.keys),
+            "deployed": with_bundle.mean_loss(inputs.validation, validation.keys),
+        }
+        answers = answers_of(with_bundle, without, inputs.validation)
         (_, most), *_ = Counter(example.answer for example in inputs.validation).most_common(1)
-        report["validation_accuracy"]["most_frequent_answer"] = most / len(inputs.validation)
+        guessing = {"most_frequent_answer": most / len(inputs.validation)}
+        report |= {"validation_accuracy": shares(answers) | guessing, "answers": some(answers)}
+    if base:
+        asked = base[:MOST_BASE]
+        report["base_accuracy"] = shares(answers_of(with_bundle, without, asked)) | {"questions": len(asked)}
     return report
 
 

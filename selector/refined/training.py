@@ -138,6 +138,7 @@ class Training:
         self.step = 0
         self.history: list[StepRecord] = []
         self.checks: list[float] = []  # validation losses, one for each check
+        self.checked_at: int | None = None  # the step of the last one, unless it was before a resume
         self.best: dict[str, Tensor] = {}  # the parameters at the check of the least loss
         self.compared: dict[int, list[float]] = {}  # by step, the losses that were compared with other trainings'
 
@@ -194,6 +195,7 @@ class Training:
         """Measure the state on validation questions, and keep it if it is the best so far."""
         now = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self.checks.append(self.problem.scorer.mean_loss(self._checked(), _memory(self.problem, now)))
+        self.checked_at = self.step
         if self.checks[-1] == min(self.checks):
             self.best = now
 

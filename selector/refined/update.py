@@ -26,6 +26,7 @@ from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
+from ..runtime.callback import Callback
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
 from ..update.facts import facts_that_suffice, with_facts_that_help
@@ -49,6 +50,7 @@ def update_refined(
     base: Sequence[Example] = (),
     background: Sequence[Example] = (),
     progress: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> UpdateResult:
     """Choose, train and gate; the same inputs and settings give the same digest, interrupted or not.
 
@@ -56,6 +58,7 @@ def update_refined(
         base: questions that the model answers well by itself, for which the gate should stay closed; their answers are
             not used.
         background: requests that need no memory, besides those of the package.
+        callbacks: are told of each step.
 
     Raises:
         TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
@@ -90,14 +93,17 @@ def update_refined(
             calibrate = settings.form == "merged" and inputs.previous is None
             prior = log_prior(inputs.training, records)
             problem = TrainingProblem(scorer, entries, training, prior, validation, calibrate)
-            found = search(problem, settings, fitted.gate.layers[-1], checkpoint, progress)
+            found = search(problem, settings, fitted.gate.layers[-1], checkpoint, progress, callbacks)
             bundle = _bundle(backbone, inputs.previous, settings, found, records, fitted, counts)
         with phases.phase("facts"), tiled_attention(backbone):
             if settings.facts == "search":
                 bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
     with phases.phase("measure"), tiled_attention(backbone):
         report = report_update(scorer, inputs, validation, base, len(background), bundle, fitted, found)
-    return UpdateResult(bundle, report | {"facts": facts, "phases": phases.records}, training.keys)
+    report |= {"facts": facts, "phases": phases.records}
+    for callback in callbacks:
+        callback.on_end(report)
+    return UpdateResult(bundle, report, training.keys)
 
 
 def joined(old: Memory, new: Memory) -> Memory:

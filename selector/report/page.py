@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -21,6 +21,16 @@ MEMORIES: Final = {
     "deployed": "bundled memory",
     "most_frequent_answer": "always the most frequent answer",
 }
+TRAINING: Final = ("memory acts on", "learning rate", "steps", "validation NLL when compared last")
+LONGEST_ANSWER: Final = 300  # characters that are shown
+
+
+class Table(NamedTuple):
+    """Rows of text, the first column's on the left."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 def render_html(report: Report) -> str:
@@ -42,8 +52,7 @@ def render_html(report: Report) -> str:
         title=plain(f"Memory report: {report.get('recipe') or 'unknown'} recipe"),
         verdict=verdict,
         summary=plain(summary),
-        head=["validation questions", "mean NLL (nats)", "answered right (%)"],
-        rows=_rows(report),
+        tables=_tables(report),
         plots=_plots(report),
     )
 
@@ -65,6 +74,14 @@ def _summary(report: Report) -> tuple[str, str]:
             sentences.append(
                 f"Answered right are {shares['deployed']:.1%} with it and {shares['no_memory']:.1%} without."
             )
+    if base := _section(report, "base_accuracy"):
+        sentences.append(
+            f"Of {base.get('questions')} base questions, to which the gate was fitted, "
+            f"{_number(base.get('deployed'), 100)}% are answered right with it and "
+            f"{_number(base.get('no_memory'), 100)}% without."
+        )
+    if model := report.get("model"):
+        sentences.append(f"Model: {model}.")
     if entries := _section(_section(report, "composition"), "after"):
         sentences.append(f"Entries by task: {', '.join(f'{task} ({count})' for task, count in entries.items())}.")
     if _is_number(size := report.get("memory_bytes")):
@@ -72,12 +89,42 @@ def _summary(report: Report) -> tuple[str, str]:
     return verdict, " ".join([*sentences, f"Digest: {report.get('digest') or 'none'}."])
 
 
-def _rows(report: Report) -> list[tuple[str, str, str]]:
+def _tables(report: Report) -> list[Table]:
+    """Accuracy, the trainings that were begun, and some answers; those that have rows."""
     losses, shares = _section(report, "validation_nll"), _section(report, "validation_accuracy")
-    return [
+    compared = [
         (label, _number(losses.get(name)), _number(shares.get(name), factor=100))
         for name, label in MEMORIES.items()
         if name in losses or name in shares
+    ]
+    answers = _section(report, "answers")
+    asked = ("question", "expected", "with memory", "without")
+    keys = ("question", "expected", "with_memory", "without")
+    tables = [
+        Table("", ("validation questions", "mean NLL (nats)", "answered right (%)"), compared),
+        Table("Trainings that were begun; the first one was finished and kept", TRAINING, _trainings(report)),
+        *(
+            Table(
+                f"Answers that are {kind}", asked, [tuple(plain(a[key], LONGEST_ANSWER) for key in keys) for a in said]
+            )
+            for kind in ("right", "wrong")
+            if (said := answers.get(kind))
+        ),
+    ]
+    return [each for each in tables if each.rows]
+
+
+def _trainings(report: Report) -> list[tuple[str, ...]]:
+    """Of a search among several."""
+    begun = _section(report, "activation").get("search") or ()
+    return [
+        (
+            f"{each['activation']}" + (f" from layer {each['first_layer']}" if each["first_layer"] else ""),
+            _number(each["learning_rate"]),
+            str(each["steps"]),
+            _number(each["nll"]),
+        )
+        for each in begun
     ]
 
 
@@ -86,22 +133,24 @@ def _plots(report: Report) -> dict[str, str]:
     plots = {}
     history = report.get("history") or _section(report, "refinement").get("history") or ()
     losses = [row.get("objective", row.get("current")) for row in history]
-    if any(map(_is_number, losses)):
+    if sum(map(_is_number, losses)) > 1:
         plots["Loss of each step, on its own batch"] = curve([_finite(loss) for loss in losses], "loss (nats)", "step")
     composition = _section(report, "composition")
-    if openings := _section(report, "gate").get("openings"):
+    openings = _section(report, "gate").get("openings") or ()
+    if len(openings) > 1:
         names = [f"{opening.get('task')} ({opening.get('split')})" for opening in openings]
         opened = [100 * _finite(opening.get("opened")) for opening in openings]
         title = "Questions that open the relevance gate: all of a task's own should, no base questions"
         plots[title] = bars(names, {"opened": opened}, "share of the questions (%)")
-    elif composition:
+    elif composition and not openings:
         before, after = _section(composition, "before"), _section(composition, "after")
         tasks = list(dict.fromkeys([*before, *after]))
         counts = {
             "before": [_finite(before.get(task, 0)) for task in tasks],
             "after": [_finite(after.get(task, 0)) for task in tasks],
         }
-        plots["Entries by task, before and after this update"] = bars(tasks, counts, "entries")
+        if len(tasks) > 1:
+            plots["Entries by task, before and after this update"] = bars(tasks, counts, "entries")
     return plots
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,50 @@ def test_it_learns_what_the_command_learns(
     assert taught.report["validation_nll"] == stream.report("counts")["validation_nll"]
     assert taught.helps is (taught.report["validation_nll"]["deployed"] < taught.report["validation_nll"]["no_memory"])
     assert [example.task for example in second.anchors] == ["colours"] * 11 + ["counts"] * 11
+
+
+class Told(selector.Callback):
+    """What a callback is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int]] = []
+        self.checks: list[int] = []
+        self.ends: list[dict[str, Any]] = []
+
+    def on_step(self, training: str, step: int, loss: float) -> None:
+        assert loss > 0
+        self.steps.append((training, step))
+
+    def on_check(self, training: str, step: int, loss: float) -> None:
+        assert loss > 0
+        self.checks.append(step)
+
+    def on_end(self, report: dict[str, Any]) -> None:
+        self.ends.append(report)
+
+
+def test_a_callback_is_told_of_steps_checks_and_the_end(llava: Backbone, tasks: dict[str, Path]) -> None:
+    told = Told()
+    taught = selector.teach(llava, tasks["colours"], base=tasks["base"], callbacks=[told], activation="text", **FEW)
+    assert told.steps == [("text, rate 0.05", step) for step in (1, 2, 3, 4)]
+    assert told.checks == [4]
+    assert told.ends == [taught.report]
+    shown = taught.report["answers"]
+    right, asked = len(shown["right"]), taught.report["pool"]["validation_examples"]
+    assert right + len(shown["wrong"]) == asked <= 10
+    assert taught.report["validation_accuracy"]["deployed"] == right / asked
+    assert all((each["with_memory"] == each["expected"]) == (kind == "right") for kind in shown for each in shown[kind])
+    assert taught.report["base_accuracy"]["questions"] == len(selector.api.read(tasks["base"]))
+    assert taught.report["model"]
+
+
+def test_a_callback_that_fails_ends_the_training(llava: Backbone, tasks: dict[str, Path]) -> None:
+    class Failing(selector.Callback):
+        def on_step(self, training: str, step: int, loss: float) -> None:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        selector.teach(llava, tasks["colours"], callbacks=[Failing()], activation="text", **FEW)
 
 
 def test_rows_in_memory(llava: Backbone, tasks: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

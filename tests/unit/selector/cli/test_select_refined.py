@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -192,11 +193,39 @@ def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
     first = next(number for number, line in enumerate(told) if line.startswith("Training, "))
     assert estimate < first
     assert told[first].startswith("Training, generation from layer 1, rate 0.1, to step 1: 1 of 1 after")
-    last = printed.out.splitlines()[-3]
+    answered, base = printed.out.splitlines()[-4:-2]
     guessing = "100.0% by always giving the most frequent answer"
-    assert last == f"validation questions answered right (of 1): 0.0%; 0.0% without memory, {guessing}"
+    assert answered == f"validation questions answered right (of 1): 0.0%; 0.0% without memory, {guessing}"
+    asked = "of 12 that the gate was fitted to"
+    assert base == f"base questions answered right ({asked}): 0.0%; 0.0% without memory"
     assert "no better than guessing" in told[-1]
     assert default.report("colours")["validation_accuracy"]["most_frequent_answer"] == 1
+
+
+def test_the_curves_go_to_tensorboard(stream: Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logs = tmp_path / "logs"
+    stream.update("colours", "--log-dir", str(logs))
+    events = EventAccumulator(str(logs)).Reload()
+    tags = events.Tags()["scalars"]
+    (steps,) = [events.Scalars(tag) for tag in tags if tag.startswith("training/")]
+    history = stream.report("colours")["refinement"]["history"]
+    assert [each.step for each in steps] == [1 + row["step"] for row in history]
+    assert [each.value for each in steps] == pytest.approx([row["current"] for row in history])
+    assert {"validation accuracy/with memory", "base accuracy/without memory"} <= set(tags)
+    assert "base questions answered right (of " in capsys.readouterr().out
+
+
+def test_no_curves_without_tensorboard_or_a_folder(
+    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert f"--log-dir {tmp_path / 'file'}: cannot write there" in stream.refuse(
+        "colours", "--log-dir", str(tmp_path / "file")
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert "needs the package tensorboard" in stream.refuse("colours", "--log-dir", str(tmp_path / "logs"))
 
 
 def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Path) -> None:

@@ -33,6 +33,14 @@ REPORT: dict[str, Any] = {
     "validation_nll": {"no_memory": 4.0, "relaxed": 2.5, "deployed": 3.0, "rounding_gap": 0.5},
     "validation_accuracy": {"no_memory": 0.25, "deployed": 0.5, "most_frequent_answer": 0.375},
 }
+ANSWERS = {
+    "right": [{"question": "red?", "expected": "yes", "without": "no", "with_memory": "yes"}],
+    "wrong": [{"question": "<b>blue?", "expected": "yes", "without": "no", "with_memory": "x" * 999}],
+}
+SEARCH = [
+    {"activation": "generation", "first_layer": 2, "learning_rate": 0.1, "steps": 200, "nll": 0.5},
+    {"activation": "text", "first_layer": 0, "learning_rate": 0.3, "steps": 13, "nll": 1.25},
+]
 LOSS, OPENINGS = "Loss of each step", "Questions that open the relevance gate"
 
 
@@ -84,6 +92,23 @@ def test_a_paragraph_a_table_and_two_plots() -> None:
     assert {"counts (validation)", "base (base)", "1.562"} <= set(words(page.plots[OPENINGS]))
 
 
+def test_the_model_the_trainings_and_some_answers() -> None:
+    base = {"questions": 48, "no_memory": 0.75, "deployed": 0.5}
+    page = Page(REPORT | {"model": "m/x", "activation": {"search": SEARCH}, "answers": ANSWERS, "base_accuracy": base})
+    assert "Model: m/x." in page.summary
+    assert "Of 48 base questions, to which the gate was fitted, 50% are answered right with it and 75%" in page.summary
+    assert page.rows[6:8] == [["generation from layer 2", "0.1", "200", "0.5"], ["text", "0.3", "13", "1.25"]]
+    assert page.rows[9] == ["red?", "yes", "yes", "no"]
+    assert page.rows[11][0] == "<b>blue?"
+    assert len(page.rows[11][2]) == 300
+
+
+def test_no_chart_has_one_point() -> None:
+    gate = {"openings": REPORT["gate"]["openings"][:1]}
+    assert Page(REPORT | {"refinement": {"history": [{"current": 4.0}]}, "gate": gate}).plots == {}
+    assert Page(REPORT | {"gate": None, "composition": {"before": {}, "after": {"a": 1}}}).plots.keys() == {LOSS}
+
+
 def test_the_summary_admits_that_the_memory_does_not_help() -> None:
     worse = Page({"validation_nll": {"no_memory": 2.0, "deployed": 2.5}})
     assert worse.verdict == "worse"
@@ -122,8 +147,8 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES, ids=["script", "attribute", "entities", "formula", "signs", "controls", "long"])
 def test_names_are_text_wherever_they_stand(name: str) -> None:
     opening = {"task": name, "split": name, "opened": 0.5}
-    composition = {"before": {}, "after": {name: 8}}
-    for gate in ({"openings": [opening]}, None):
+    composition = {"before": {"other": 8}, "after": {name: 8}}
+    for gate in ({"openings": [opening, opening]}, None):
         page = Page(REPORT | {"recipe": name, "composition": composition, "gate": gate})
         expected = name.replace("a\x00b\x1b\ud800c\nd", "a\ufffdb\ufffd\ufffdc\ufffdd")
         assert page.html.encode()
@@ -162,4 +187,4 @@ def test_the_page_of_a_real_run(stream: Stream) -> None:
     assert page.verdict == ("better" if loss["deployed"] < loss["no_memory"] else "worse")
     assert "colours (3)" in page.summary
     assert report["digest"] in page.summary
-    assert len(page.plots) == 2
+    assert list(page.plots) == [LOSS]
