@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..host.config import InduceKVConfig
-from ..teaching import WhenFull, taught
+from ..teaching import WhenFull, forgotten, taught
 from .memory import Memory, undisputed
 from .memory_engine import taken_from
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
@@ -123,6 +123,20 @@ class MemoryLLM:
         """
         before = None if memory is None else read_bundle(memory.path, backbone=self._backbone)
         write_bundle(taught(before, facts, self._facts, when_full=when_full), path)
+        return self.load_bundle(path)
+
+    def forget(self, ids: Collection[str], path: str | os.PathLike[str], memory: Memory) -> Memory:
+        """Write the next version of a memory without some of its facts, and load it.
+
+        Args:
+            ids: of the facts.
+            path: of the file to write, replaced if it exists.
+            memory: stays loaded.
+
+        Raises:
+            InduceKVError: it has no such fact, nothing would be left, or as for `load_bundle`.
+        """
+        write_bundle(forgotten(read_bundle(memory.path, backbone=self._backbone), ids, self._facts), path)
         return self.load_bundle(path)
 
     def picture_state(self, conversation: Any) -> str:

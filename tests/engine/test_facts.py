@@ -16,6 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.engine.offline import MemoryAnswer
+from inducekv_vllm.errors import UnknownFact
 from inducekv_vllm.facts import next_tokens
 from selector.backbone.generation import score
 from selector.update.forget import without_entries
@@ -124,6 +125,18 @@ def test_facts_alone(facts: Facts) -> None:
         for city, answer in zip(CITIES[:3], answers, strict=False):
             stored = facts.reader.answer(f"{city[::-1]} {len(city)}")
             assert tuple(answer.output.outputs[0].token_ids[: len(stored)]) == stored
+
+
+def test_a_fact_is_forgotten(facts: Facts, tmp_path: Path) -> None:
+    served = facts.served
+    facts.teach("all", [fact(city) for city in CITIES])
+    served.memories["fewer"] = served.offline.forget([f"codes/{CITIES[0]}"], tmp_path / "f", served.memories["all"])
+    served.bundles["fewer"] = read_bundle(tmp_path / "f")
+    answers = facts.check("fewer", [asked(CITIES[0]), asked(CITIES[1])])
+    assert [facts.found("fewer", each) for each in answers] == [[], [f"codes/{CITIES[1]}"]]
+    with pytest.raises(UnknownFact, match="no fact 'nothing'"):
+        served.offline.forget(["nothing"], tmp_path / "g", served.memories["all"])
+    assert not (tmp_path / "g").exists()
 
 
 def test_it_ends_with_the_answer(facts: Facts) -> None:
