@@ -141,6 +141,7 @@ def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> 
         InduceKVError: a setting, a bundle, a file, the admin key or the model's folder cannot be used.
     """
     from vllm import EngineArgs
+    from vllm.platforms import current_platform
 
     own = {name.removeprefix(SETTING): value for name, value in vars(args).items() if name.startswith(SETTING)}
     for name in own:
@@ -158,6 +159,8 @@ def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> 
     if args.model_tag == str(CHECKPOINT):
         # The demo model needs a few MiB; by default, vLLM takes a share of the machine's memory on a CPU.
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if current_platform.is_cpu() and args.dtype == "auto":
+            args.dtype = "float32"  # vLLM would take bfloat16, and warn of each of the float16 weights
     if args.host is None and args.uds is None:
         args.host = DEFAULT_HOST
     args.worker_cls = WORKER_CLS if args.worker_cls == "auto" else args.worker_cls

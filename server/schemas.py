@@ -352,6 +352,6 @@ class MemoryServer(BaseModel):
     """Response of GET /v1/memory_server."""
 
     object: Literal["memory_server"] = "memory_server"
-    version: str = Field(description="The version of InduceKV.", examples=["0.1.0"])
+    version: str = Field(description="The version of InduceKV.", examples=["0.2.0"])
     vllm_version: str = Field(description="The version of vLLM.", examples=["0.32.0"])
     bundle_formats: list[int] = Field(description="The versions of the bundle format that can be loaded.")

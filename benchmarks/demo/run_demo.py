@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -36,7 +37,6 @@ from inducekv_vllm.errors import InduceKVError
 from selector.data.examples import read_task
 from server.demo import BUNDLE, CHECKPOINT
 
-SHOWN_ENTRIES = 3
 MAX_TOKENS = 16
 # By default vLLM takes a share of the machine's memory on a CPU, and does not start where others have that memory.
 KV_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
@@ -45,14 +45,13 @@ KV_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 @dataclass(frozen=True)
 class Reply:
     text: str
-    seconds: float
     trace: dict[str, Any] | None  # the server's report on retrieval, for a request that used memory
 
 
 @contextmanager
 def served(model: Path, bundle: Path, arguments: Sequence[str], console: Console) -> Iterator[openai.OpenAI]:
     """A client of a server of `arguments`. Raises ServerFailed: it does not start."""
-    console.print(f"starting inducekv-serve on {model} with {bundle} ...")
+    console.print(f"starting inducekv-serve on {model.name} with {bundle.name} ...")
     start = time.perf_counter()
     environment = {KV_CACHE_GIB: os.environ.get(KV_CACHE_GIB, "1")}
     with tempfile.TemporaryDirectory() as folder, serving(arguments, Path(folder) / "server.log", environment) as url:
@@ -61,7 +60,6 @@ def served(model: Path, bundle: Path, arguments: Sequence[str], console: Console
 
 
 def ask(client: openai.OpenAI, model: str, messages: Sequence[Message], *, trace: bool) -> Reply:
-    start = time.perf_counter()
     response = client.chat.completions.create(
         model=model,
         messages=messages,  # type: ignore[arg-type]
@@ -69,10 +67,9 @@ def ask(client: openai.OpenAI, model: str, messages: Sequence[Message], *, trace
         max_tokens=MAX_TOKENS,
         extra_body={"vllm_xargs": {"inducekv_trace": 1}} if trace else None,
     )
-    seconds = time.perf_counter() - start
     extra = response.model_extra or {}
     report = (extra.get("kv_transfer_params") or {}).get("inducekv") if trace else None
-    return Reply((response.choices[0].message.content or "").strip(), seconds, report)
+    return Reply((response.choices[0].message.content or "").strip(), report)
 
 
 def base_model(client: openai.OpenAI, bundle: str) -> str:
@@ -90,23 +87,6 @@ def marked(text: str, answer: str) -> str:
 def gate_is_open(trace: dict[str, Any]) -> bool:
     """Whether the request got memory; a memory without a gate always does."""
     return trace["gate"] is None or bool(trace["gate"]["open"])
-
-
-def entries(trace: dict[str, Any]) -> str:
-    """The entries that the request used most."""
-    if not gate_is_open(trace):
-        return "none: the gate is closed"
-    by_weight = sorted(trace["entries"], key=lambda entry: -entry["weight"])
-    most_used = [f"{entry['id']} ({entry['weight']:.3f})" for entry in by_weight[:SHOWN_ENTRIES]]
-    return "\n".join([*most_used, f"of {len(by_weight)}"])
-
-
-def times(plain: Reply, memory: Reply) -> str:
-    """Milliseconds of both requests, and of each step of the second."""
-    assert memory.trace is not None
-    steps = {name.removesuffix("_ms"): value for name, value in memory.trace["timings"].items() if name.endswith("_ms")}
-    passes = [f"  {name.replace('_', ' ')} {value:.2f}" for name, value in steps.items()]
-    return "\n".join([f"no memory {1000 * plain.seconds:.1f}", f"memory {1000 * memory.seconds:.1f}", *passes])
 
 
 MEMORY = "demo-memory"
@@ -139,9 +119,11 @@ def run(client: openai.OpenAI, warm_up: Question, questions: Sequence[Question],
     for model in (base, MEMORY):  # the first request of each kind, which must not be in the table
         ask(client, model, warm_up.messages, trace=False)
 
-    head = ("task", "question", "expected", "no memory", "with memory", "most used entries (weight)", "time, ms")
-    columns = [Column(label, overflow="fold") for label in head]
-    table = Table(*columns, title="The same frozen model, without and with its memory", show_lines=True)
+    head = ("task", "question", "expected", "no memory", "with memory", "gate")
+    columns = [Column(label, overflow="fold", min_width=32 if label == "question" else None) for label in head]
+    table = Table(
+        *columns, title="The same frozen model, without and with its memory", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
     right = {base: 0, MEMORY: 0}
     for task, messages, text, answer in questions:
         plain = ask(client, base, messages, trace=False)
@@ -150,7 +132,7 @@ def run(client: openai.OpenAI, warm_up: Question, questions: Sequence[Question],
         for model, reply in ((base, plain), (MEMORY, memory)):
             right[model] += same_answer(reply.text, answer)
         replies = (marked(reply.text, answer) for reply in (plain, memory))
-        table.add_row(task, escape(text), answer, *replies, entries(memory.trace), times(plain, memory))
+        table.add_row(task, escape(text), answer, *replies, "open" if gate_is_open(memory.trace) else "closed")
     console.print(table)
     total = len(questions)
     console.print(f"right without memory: {right[base]} of {total}; with memory: {right[MEMORY]} of {total}")
@@ -182,7 +164,7 @@ def main() -> int:
     tasks = args.tasks or known
     if unknown := [task for task in tasks if task not in known]:
         parser.error(f"--tasks must be of {', '.join(known)}, found {unknown[0]}")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 100)
     for path in () if real else (args.model, args.bundle):
         if not path.exists():
             parser.error(f"{path}: not found")

@@ -164,6 +164,12 @@ def test_prometheus_accepts_its_files_and_the_alerts_fire() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("image", ["cpu", "cuda"])
+def test_hadolint_finds_nothing_in_an_image(image: str) -> None:
+    done = subprocess.run([tool("hadolint"), str(DOCKER / f"Dockerfile.{image}")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_compose_accepts_its_file() -> None:
     command = [tool("docker-compose"), "-f", str(DOCKER / "compose.yaml"), "config", "--format", "json"]
     environment = {**os.environ, ADMIN_KEY_VARIABLE: "key", "GRAFANA_PASSWORD": "password"}

@@ -1,4 +1,4 @@
-"""The wheel is whole: it is built, installed where the repository is not, and its three commands run."""
+"""The sdist and the wheel made of it are whole: installed where the repository is not, the three commands run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from importlib import import_module
@@ -31,11 +32,17 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
-    (built,) = folder.glob("inducekv-*.whl")
-    return built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an sdist, and of a wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (wheel,) = built.glob("inducekv-*.whl")
+    return wheel
 
 
 def check_commands(programs: Path, cwd: Path) -> None:
@@ -46,6 +53,17 @@ def check_commands(programs: Path, cwd: Path) -> None:
     assert "--budget" in run(programs / "inducekv-select", "--help", cwd=cwd)
     bundle = model.parent / "bundles" / "demo.safetensors"
     assert "guild" in run(programs / "inducekv-bundle", "inspect", bundle, cwd=cwd)
+
+
+def test_the_sdist_holds_what_is_tracked(built: Path) -> None:
+    (path,) = built.glob("inducekv-*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode == 0:
+        missing = {name for name in tracked.stdout.splitlines() if (ROOT / name).exists()} - names
+        assert not missing
+    assert path.stat().st_size < 30_000_000
 
 
 def test_it_holds_the_packages_and_the_demo_and_nothing_else(wheel: Path) -> None:
@@ -129,3 +147,38 @@ def test_entry_points_and_scripts_resolve() -> None:
     for target in targets:
         module, _, attribute = target.partition(":")
         assert callable(getattr(import_module(module), attribute)), target
+
+
+IMPORTED = {  # by extra, something of each of its packages
+    "bench": ("httpx", "locust", "openai", "peft", "sklearn", "scipy"),
+    "data": ("pyarrow",),
+    "deepseek-vl2": ("timm",),
+    "suites": ("nltk", "pycocoevalcap", "rapidfuzz", "sacrebleu", "scipy"),
+    "tensorboard": ("tensorboard",),
+}
+ELSEWHERE = {"cpu", "cuda", "dev", "real"}  # tried above, or by make; cuda needs a GPU, and real compiles llama.cpp
+
+
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that has the CPU build of torch, and nothing else."""
+    environment = tmp_path_factory.mktemp("with-torch") / "environment"
+    run(sys.executable, "-m", "venv", environment, cwd=environment.parent)
+    (torch,) = (pin for pin in PROJECT["optional-dependencies"]["cpu"] if pin.startswith("torch=="))
+    run(environment / "bin" / "python", "-m", "pip", "install", "--quiet", f"{torch}+cpu", cwd=environment.parent)
+    return environment
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("extra", sorted(IMPORTED))
+def test_each_extra_brings_what_it_is_for(extra: str, wheel: Path, with_torch: Path, tmp_path: Path) -> None:
+    assert set(IMPORTED) | ELSEWHERE == set(PROJECT["optional-dependencies"])
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", environment, cwd=tmp_path)
+    (site,), (base,) = (each.glob("lib/python*/site-packages") for each in (environment, with_torch))
+    (site / "torch.pth").write_text(f"{base}\n")
+    python = environment / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]", cwd=tmp_path)
+    run(python, "-c", f"import selector.api, inducekv_vllm.bundle, {', '.join(IMPORTED[extra])}", cwd=tmp_path)
+    assert "--budget" in run(environment / "bin" / "inducekv-select", "--help", cwd=tmp_path)

@@ -52,7 +52,7 @@ def test_the_table_counts_the_right_answers_of_both(monkeypatch: pytest.MonkeyPa
         question = known[messages[0]["content"][1]["text"]]
         right = (question.task == "guild") == (name == MEMORY)
         closed = {"gate": {"open": False}, "timings": {}}
-        return Reply(question.answer if right else "no", 0.1, closed if trace else None)
+        return Reply(question.answer if right else "no", closed if trace else None)
 
     monkeypatch.setattr(run_demo, "ask", answer)
     monkeypatch.setattr(run_demo, "base_model", lambda client, bundle: "base")
