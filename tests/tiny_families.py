@@ -1,4 +1,4 @@
-"""A tiny random model of every family that docs/models.md calls proved: see `tests.tiny_models`."""
+"""A tiny random model of every family that docs/models.md calls tested: see `tests.tiny_models`."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from .gate_tables import print_table
 from .loading import load_backbone
 
 if TYPE_CHECKING:
+    from ..backbone.model import Backbone
     from ..data.examples import Example
 
 SUCCESS = 0
@@ -95,12 +96,16 @@ def _read(path: Path, gate: Gate) -> list[Asked]:
 def _by_model(
     options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]
 ) -> list[tuple[str | None, str | None]]:
-    from ..backbone.token_values import evidence_of
-
     backbone = load_backbone(options.model, options.device)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
-    rule = gate.rule
-    decisions = [rule.decide(evidence) for evidence in evidence_of(backbone, gate, examples).numpy()]
+    return decided_here(backbone, gate, examples)
+
+
+def decided_here(backbone: Backbone, gate: Gate, examples: Sequence[Example]) -> list[tuple[str | None, str | None]]:
+    """The task that each question is sent to, or None and why the gate stays closed."""
+    from ..backbone.token_values import evidence_of
+
+    decisions = [gate.rule.decide(evidence) for evidence in evidence_of(backbone, gate, examples).numpy()]
     return [(decision.task, decision.closed) for decision in decisions]
 
 

@@ -1,9 +1,9 @@
-"""`inducekv-bundle eval`: how many questions are answered right with a bundle and without, by task."""
+"""`inducekv-bundle eval`: by task, how many questions are answered right with a bundle and without, and its gate."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
@@ -11,8 +11,9 @@ from rich.table import Table
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError
 
-from .asking import add_asked, base_model, check_asked, require_served, served_answers
+from .asking import add_asked, base_model, check_asked, require_served, served_answers, served_decisions
 from .columns import ColumnOptions, columns_of
+from .eval_gate import Asked, Outcomes, decided_here, outcomes
 from .flags import add_flags
 from .gate_tables import print_table
 from .loading import load_backbone
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 SUCCESS: Final = 0
 MAX_TOKENS: Final = 64
 Command = Callable[[argparse.Namespace], int]
+Decisions = list[tuple[str | None, str | None]]  # the task of each question, or None and why the gate is closed
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Print how many questions of each task are answered right with the bundle and without: word for word, but for
-    white space at the ends. Answered here with --model, or by a running server with --url.
+    """Print how many questions of each task are answered right with the bundle and without (word for word, but for
+    white space at the ends), and where its gate sends them. Answered here with --model, or by a running server with
+    --url.
     """
     check_asked(options)
     if options.max_tokens < 1:
@@ -39,31 +42,53 @@ def evaluate(options: argparse.Namespace) -> int:
     bundle = read_bundle(options.path)
     columns = columns_of(options)
     examples = [example for path in options.questions for example in read_task(path, columns)]
-    _print((_by_server if options.url else _by_model)(options, bundle, examples))
+    rows, decisions = (_by_server if options.url else _by_model)(options, bundle, examples)
+    _print(rows, _gate_rows(bundle, examples, decisions))
     return SUCCESS
 
 
-def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> list[Accuracy]:
+def _by_model(
+    options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]
+) -> tuple[list[Accuracy], Decisions]:
     from ..update.accuracy import accuracies_of
 
-    return accuracies_of(load_backbone(options.model, options.device), bundle, examples, options.max_tokens)
+    backbone = load_backbone(options.model, options.device)
+    rows = accuracies_of(backbone, bundle, examples, options.max_tokens)
+    return rows, [] if bundle.gate is None else decided_here(backbone, bundle.gate, examples)
 
 
-def _by_server(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> list[Accuracy]:
+def _by_server(
+    options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]
+) -> tuple[list[Accuracy], Decisions]:
     from ..update.accuracy import accuracies
 
     name = options.name or options.path.stem
     require_served(options.url, name, bundle.digest)
     models = (base_model(options.url, name), name)
     answers = [served_answers(options.url, model, examples, options.max_tokens) for model in models]
-    return accuracies(examples, *answers)
+    decisions = [] if bundle.gate is None else served_decisions(options.url, name, examples)
+    return accuracies(examples, *answers), decisions
 
 
-def _print(rows: Sequence[Accuracy]) -> None:
-    table = Table("task", "questions", "right without memory", "right with it", box=None)
+def _gate_rows(bundle: Bundle, examples: Sequence[Example], decisions: Decisions) -> dict[str, Outcomes]:
+    """By the questions' task; empty for a bundle without a gate."""
+    if bundle.gate is None:
+        return {}
+    own = bundle.gate.tasks
+    asked = [Asked(each, each.task if each.task in own else None, each.task) for each in examples]
+    return {row.kind: row for row in outcomes(asked, decisions)}
+
+
+def _print(rows: Sequence[Accuracy], gate: Mapping[str, Outcomes]) -> None:
+    head = ("task", "questions", "right without memory", "right with it")
+    table = Table(*head, *(("to its task", "to another", "gate closed") if gate else ()), box=None)
     for row in rows:
-        shares = [f"{count} ({count / row.questions:.1%})" for count in (row.without, row.with_memory)]
-        table.add_row(row.task, str(row.questions), *shares)
+        cells = [f"{count} ({count / row.questions:.1%})" for count in (row.without, row.with_memory)]
+        if found := gate.get(row.task):
+            another = found.wrong if found.task is not None else found.opened
+            cells += [str(found.routed) if found.task is not None else "-", str(another)]
+            cells.append(str(found.questions - found.opened))
+        table.add_row(row.task, str(row.questions), *cells)
     print_table(table)
 
 

@@ -1,4 +1,4 @@
-"""Every family of models that docs/models.md calls proved: vLLM against transformers, to 1e-4, in both forms.
+"""Every family of models that docs/models.md calls tested: vLLM against transformers, to 1e-4, in both forms.
 
 One engine of a tiny random model a family, with bundles of its own payloads. Most families are marked `slow`: run them
 with `make test-families`.

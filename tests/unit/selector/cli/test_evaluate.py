@@ -12,6 +12,7 @@ from selector.data.examples import read_task
 from selector.update.accuracy import Accuracy, accuracies
 from tests.unit.selector.cli.test_bundle import command, refuse
 from tests.unit.selector.imitated import Request, imitated_server
+from tests.unit.selector.stream import STEPS, Stream
 
 NONE = ("0", "(0.0%)")
 FACTS = {"Who keeps the tower?": "Ann", "Who keeps the bridge?": "Bo"}
@@ -67,6 +68,34 @@ def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
         models.clear()
         refused = refuse("eval", path, "--questions", questions, "--url", url)
     assert "does not say of which model 'facts' is a bundle" in refused
+
+
+def test_the_gate_stands_beside_the_accuracy(
+    model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path
+) -> None:
+    """Here and at a server: to its own task, to another one, and closed."""
+    stream = Stream(tmp_path / "out", model_folders["llava"], tasks, options=(*STEPS, "--base", str(tasks["base"])))
+    digest = stream.update("colours").digest
+    bundle, files = stream.output("colours"), ("--questions", tasks["colours"], "--questions", tasks["base"])
+    here = command("eval", bundle, *files, "--model", model_folders["llava"], "--max-tokens", "2").splitlines()
+    assert here[0].split()[-7:] == ["to", "its", "task", "to", "another", "gate", "closed"]
+    colours, base = (line.split() for line in here[1:])
+    assert sum(map(int, colours[-3:])) == int(colours[1])
+    assert base[-3] == "-"
+    assert sum(map(int, base[-2:])) == int(base[1])
+
+    def answer(request: Request) -> tuple[int, Any]:
+        if request.body is None:
+            models = [{"id": "base"}, {"id": "colours", "parent": "base"}]
+            cards = {"/v1/memory_bundles": [{"name": "colours", "digest": digest}], "/v1/models": models}
+            return 200, {"data": cards[request.path]}
+        decided = {"task": "counts", "closed": None}
+        answered = {"choices": [{"message": {"content": "x"}}], "kv_transfer_params": {"inducekv": {"gate": decided}}}
+        return 200, answered
+
+    with imitated_server(answer) as url:
+        served = command("eval", bundle, *files, "--url", url).splitlines()
+    assert [line.split()[-3:] for line in served[1:]] == [["0", colours[1], "0"], ["-", base[1], "0"]]
 
 
 def test_what_is_refused(path: Path, questions: Path, model_folders: dict[str, Path]) -> None:
