@@ -28,6 +28,7 @@ from benchmarks.continual import __main__ as continual
 from benchmarks.continual import run as stream_run
 from benchmarks.continual import search
 from benchmarks.continual.report.names import title
+from benchmarks.from_a_table.table import table
 from inducekv_vllm.bundle import Bundle, BundleMetadata
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.host.config import InduceKVConfig
@@ -37,7 +38,8 @@ ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+ARCHIVE = [DOCS / "archive" / name for name in ("README.md", "commands.md")]  # the others are tables of numbers
+PAGES = [README, *sorted(DOCS.glob("*.md")), *ARCHIVE]
 
 OUR_PACKAGES = ("inducekv_vllm", "selector", "server", "benchmarks", "tests")
 TREE_LISTS = ("inducekv_vllm", "selector", "server")  # every module of these stands in the tree
@@ -129,7 +131,7 @@ def test_paths_exist(page: Path) -> None:
 
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", README.read_text()))
-    assert linked == {f"docs/{page.name}" for page in PAGES if page != README}
+    assert linked == {f"docs/{page.name}" for page in DOCS.glob("*.md")}
 
 
 def tree() -> Iterator[str]:
@@ -342,10 +344,11 @@ def test_the_slips_of_published_scripts_are_quoted() -> None:
 
 
 def test_results_name_every_file_of_numbers() -> None:
-    named = set(re.findall(r"[\w.-]+\.json\b", (DOCS / "results.md").read_text()))
+    named = set(re.findall(r"[\w.-]+\.json\b", (DOCS / "archive" / "commands.md").read_text()))
     assert named == {path.name for path in RESULTS.glob("*.json")}
 
 
+TABLE_PAGES = [(DOCS / "results.md", "## A table of 80 rows"), (DOCS / "tutorial.md", "## Evaluate")]
 DECOUPLED_RUN = "continual_decoupled.json"
 GATE_RUNS = {
     "demo": "gate_demo.json",
@@ -383,9 +386,8 @@ def mean_and_error(value: dict[str, float]) -> str:
     return f"{value['mean']:.3f} ± {value['standard_error']:.3f}"
 
 
-@pytest.mark.parametrize(("page", "heading"), [(README, "## Results"), (DOCS / "results.md", "## Against LoRA")])
-def test_the_comparison_with_lora_is_quoted(page: Path, heading: str) -> None:
-    text = section(page, heading).partition("\n### ")[0]
+def test_the_comparison_with_lora_is_quoted() -> None:
+    text = section(DOCS / "results.md", "## Against LoRA")
     quoted = plain_rows(text[text.index("| no memory") :].partition("\n\n")[0])
     assert {name.partition(", ")[0] for name, *_ in quoted} == {
         title(row["method"]) for row in run(DECOUPLED_RUN)["results"]
@@ -394,18 +396,29 @@ def test_the_comparison_with_lora_is_quoted(page: Path, heading: str) -> None:
         name, _, rate = row.partition(", ")
         file = RATES_RUN if rate == "a rate for each task" else DECOUPLED_RUN
         small = metrics(file, name, 32)
-        expected = [mean_and_error(small["AP"]), mean(small["AF"])]
-        if page != README:
-            large = metrics_if_run(file, name, 64)
-            both = [
-                f"{mean(small[of])} / {mean(large[of])}" if large else mean(small[of]) for of in ("AF", "base_final")
-            ]
-            expected = [mean_and_error(small["AP"]), mean_and_error(large["AP"]) if large else "not run", *both]
-        assert cells == expected, row
+        large = metrics_if_run(file, name, 64)
+        both = [f"{mean(small[of])} / {mean(large[of])}" if large else mean(small[of]) for of in ("AF", "base_final")]
+        assert cells == [mean_and_error(small["AP"]), mean_and_error(large["AP"]) if large else "not run", *both], row
+
+
+@pytest.mark.parametrize(("page", "heading"), [(README, "## Why not a LoRA, or retrieval?"), *TABLE_PAGES])
+def test_the_table_of_80_rows_is_quoted(page: Path, heading: str) -> None:
+    """All of it, or some columns of some rows."""
+    head, _, *measured = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table(run("from_a_table.json")).splitlines()
+    ]
+    by_way = {row[0]: dict(zip(head, row, strict=True)) for row in measured}
+    text = section(page, heading)
+    header = next(line for line in text.splitlines() if line.startswith("| |"))
+    columns = [cell.strip() for cell in header.strip("|").split("|")][1:]
+    quoted = plain_rows(text[text.index(header) :].partition("\n\n")[0])
+    assert len(quoted) >= 4
+    for way, *cells in quoted:
+        assert cells == [by_way[way][column] for column in columns], way
 
 
 def test_what_opens_the_gate_is_quoted() -> None:
-    """Each suite's column, and in the README the demo's."""
+    """Each suite's column."""
     measured = {
         name: {row["kind"]: row for row in run(file)["rows"]}
         for name, file in GATE_RUNS.items()
@@ -421,10 +434,6 @@ def test_what_opens_the_gate_is_quoted() -> None:
             assert cell == (share_of(kinds[kind]) if kind in kinds else ""), kind
         goals = {row["goals"].get(of_interest(row)) for kinds in measured.values() if (row := kinds.get(kind))}
         assert goals == {float(goal) if goal else None}, kind
-    shares = [line.split("|")[2:-1] for line in README.read_text().splitlines() if line.startswith("| share |")]
-    demo = {share_of(row) for row in measured["demo"].values()}
-    assert len(shares) == 2
-    assert all(cell.strip() in demo for line in shares for cell in line)
 
 
 def of_interest(row: dict[str, Any]) -> str:
@@ -449,9 +458,8 @@ def lead(rival_file: str) -> str:
     return f"{statistics.mean(points):.1f} ± {statistics.stdev(points) / len(points) ** 0.5:.1f}"
 
 
-@pytest.mark.parametrize("page", [README, DOCS / "results.md"], ids=lambda page: page.name)
-def test_the_lead_over_one_gated_lora_a_task_is_quoted(page: Path) -> None:
-    text = " ".join(page.read_text().split())
+def test_the_lead_over_one_gated_lora_a_task_is_quoted() -> None:
+    text = " ".join((DOCS / "results.md").read_text().split())
     assert f"{lead(RATES_RUN)} points of AP ahead of a LoRA that" in text
     assert f"{lead(DECOUPLED_RUN)} ahead of one with one rate for all" in text
 

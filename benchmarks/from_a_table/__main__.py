@@ -1,0 +1,76 @@
+"""Learn, ask, report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import benchmarks.from_a_table as about
+from benchmarks.from_a_table.asked import ask_all
+from benchmarks.from_a_table.learned import WAYS, Rows, learned
+from benchmarks.from_a_table.table import table
+from benchmarks.machine import describe_machine
+from selector.data.examples import read_task
+from selector.data.records import Columns
+
+TABLES = Path(__file__).parents[2] / "docs" / "examples" / "support"
+RESULTS = Path(__file__).parents[1] / "results" / "from_a_table.json"
+LENGTHS = (64, 128, 256, 512, 1024)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    columns = Columns(options.prompt_column, options.answer_column, task="support")
+    questions = read_task(options.questions, columns)
+    base = read_task(options.base) if options.base else []
+    gate = read_task(options.base_train) if options.base_train else []
+    rows = Rows(options.model, read_task(options.task, columns), gate)
+    ways = []
+    for name in options.ways:
+        ways.append(learned(name, WAYS[name], rows, options.work))
+        print(f"{name}: {ways[-1].seconds} s, {ways[-1].artifact.stored_bytes} bytes", flush=True)
+    found, times = ask_all(
+        *(options.model, ways, questions, base, options.lengths, options.rounds, options.work),
+        options.serve_args,
+    )
+    size = {way.name: {"seconds": way.seconds, "bytes": way.artifact.stored_bytes} for way in ways}
+    counts = {"rows": len(rows.rows), "questions": len(questions), "base": len(base)}
+    result = {
+        "benchmark": "from_a_table",
+        "model": options.model.name,
+        **counts,
+        "methods": {name: size[name] | found[name] for name in size},
+        "first_token": times,
+    }
+    options.results.write_text(json.dumps({**result, "machine": describe_machine()}, indent=1) + "\n")
+    print(table(result))
+    print(json.dumps(result))
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.from_a_table",
+        description=about.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="keeps what is learned, and the servers' logs")
+    parser.add_argument("--task", type=Path, default=TABLES / "train.csv")
+    parser.add_argument("--questions", type=Path, default=TABLES / "test.csv")
+    parser.add_argument("--base", type=Path, help="task data that the model answers well by itself")
+    parser.add_argument("--base-train", type=Path, help="others like them, for the gate")
+    parser.add_argument("--prompt-column", default="ticket")
+    parser.add_argument("--answer-column", default="team")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of a question's prompt, in tokens")
+    parser.add_argument("--rounds", type=int, default=6, help="requests of each way and length")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for both servers, last")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
