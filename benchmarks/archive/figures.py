@@ -12,6 +12,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.continual.metrics import accuracy_matrix, average_forgetting
 from benchmarks.continual.report.names import title
 
 COLOURS = {  # of Okabe and Ito, which colour-blind readers can tell apart
@@ -71,9 +72,8 @@ def forgetting_over_tasks(axes: Axes, results: Results) -> None:
 
 
 def forgotten(matrix: Sequence[Sequence[float]], after: int) -> float:
-    """Mean loss of the tasks before `after` since each was best; row i has the accuracies after task i."""
-    best = [max(matrix[step][task] for step in range(task, after)) for task in range(after)]
-    return statistics.mean(max(best[task] - matrix[after][task], 0.0) for task in range(after))
+    """AF of the tasks up to number `after`, from 0; row i has the accuracies after task i."""
+    return average_forgetting(accuracy_matrix([row[: after + 1] for row in matrix[: after + 1]]))
 
 
 def first_token(axes: Axes, results: Results) -> None:
@@ -85,12 +85,13 @@ def first_token(axes: Axes, results: Results) -> None:
         "retrieved rows in the prompt": ("LoRA + replay", "four retrieved rows in the prompt"),
         "LoRA, rank 8": ("one gated LoRA a task", "LoRA of rank 8 (vLLM)"),
     }
+    times = results(TABLE)["first_token"]
     for way, (style, label) in ways.items():
-        rows = [row for row in results(TABLE)["first_token"] if row["way"] == way]
+        rows = [row for row in times if row["way"] == way]
         seconds = [row["ttft_ms"] / 1000 for row in rows]
         axes.plot([row["length"] for row in rows], seconds, label=label, color=COLOURS[style], marker=MARKS[style])
     axes.set(xlabel="tokens of the question's prompt", ylabel="time to first token, s", xscale="log", yscale="log")
-    axes.set_xticks(lengths := sorted({row["length"] for row in results(TABLE)["first_token"]}), lengths)
+    axes.set_xticks(lengths := sorted({row["length"] for row in times}), lengths)
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=9)
 
@@ -98,10 +99,11 @@ def first_token(axes: Axes, results: Results) -> None:
 def accuracy_by_task(axes: Axes, results: Results) -> None:
     """SmolLM2's eight tasks, after the last one."""
     series: dict[str, list[Mapping[str, Any]]] = {"InduceKV": [row["results"][0] for row in map(results, TODAY)]}
-    eight = {row["method"]: row for row in results(EIGHT)["results"]}
+    content = results(EIGHT)
+    eight = {row["method"]: row for row in content["results"]}
     series["one gated LoRA a task"] = [eight["gated_task_lora"]] * 2 + [results(LORA_TODAY)["results"][0]]
     series["LoRA + replay"] = [eight["lora_replay"]]
-    tasks = results(EIGHT)["order"]
+    tasks = content["order"]
     for place, (name, rows) in enumerate(series.items()):
         heights = [statistics.mean(row["tasks"][task]["mean"] for row in rows) for task in tasks]
         axes.bar([x + 0.27 * (place - 1) for x in range(len(tasks))], heights, 0.25, color=COLOURS[name], label=name)

@@ -119,9 +119,11 @@ def _rows(name: str, rows: Sequence[tuple[str | None, Mapping[str, Json]]]) -> I
         yield table(heads, shown[:LONGEST])
         if len(shown) > LONGEST:
             yield f"{len(shown) - LONGEST} more rows are in the file."
+    if len(rows) > FEW:
+        return
     for number, (label, row) in enumerate(rows, start=1):
         for key, value in row.items():
-            if key not in ABOUT and _has_rows(value) and len(rows) <= FEW:
+            if key not in ABOUT and _has_rows(value):
                 own = label if label is not None else str(number)
                 yield from anything({key: value}, f"{name}, {own}" if name else own)
 

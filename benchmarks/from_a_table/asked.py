@@ -15,15 +15,15 @@ import httpx
 
 from benchmarks.chat import Message, chat_body, messages_of
 from benchmarks.continual.answering.plans import Plan, plan
-from benchmarks.from_a_table.learned import Learned
+from benchmarks.from_a_table.learned import BASE, Learned
 from benchmarks.lora_adapter import served_rank
 from benchmarks.server_process import serving
 from selector.backbone.model import Backbone
+from selector.cli.asking import served_answers, served_decisions
 from selector.data.examples import Example
 
 MAX_TOKENS = 16
 SECONDS = 600.0
-BASE = "base"  # the untouched model's name on both servers
 WITHOUT_ADAPTER = "untouched, LoRA server"
 FLAGS = ("--served-model-name", BASE, "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8")
 # vLLM takes most of a machine's memory for one server otherwise.
@@ -63,14 +63,12 @@ def ask_all(
 
 def memory_flags(ways: Iterable[Learned]) -> list[str]:
     """A bundle is a model's name."""
-    bundles = [
-        f"{way.served_as}={way.folder / str(way.artifact.path)}" for way in ways if way.artifact.kind == "bundle"
-    ]
+    bundles = [f"{way.served_as}={way.path}" for way in ways if way.artifact.kind == "bundle"]
     return [part for bundle in bundles for part in ("--memory", bundle)]
 
 
 def lora_flags(ways: Sequence[Learned]) -> list[str]:
-    folders = {way.served_as: way.folder / str(way.artifact.path) for way in ways}
+    folders = {way.served_as: way.path for way in ways}
     ranks = [json.loads((folder / "adapter_config.json").read_bytes())["r"] for folder in folders.values()]
     modules = [f"{name}={folder}" for name, folder in folders.items()]
     rank = served_rank(max(ranks, default=1), "an adapter")
@@ -79,15 +77,8 @@ def lora_flags(ways: Sequence[Learned]) -> list[str]:
 
 def right(url: str, way: Learned, how: Plan, questions: Sequence[Example]) -> int:
     """How many answers are right to the letter, but for space around them."""
-    count = 0
-    for example, ask in zip(questions, how.asks(questions), strict=True):
-        body = {"model": way.served_as, "messages": messages_of(ask.conversation)}
-        reply = httpx.post(
-            f"{url}/v1/chat/completions", json={**body, "temperature": 0.0, "max_tokens": MAX_TOKENS}, timeout=SECONDS
-        )
-        reply.raise_for_status()
-        count += reply.json()["choices"][0]["message"]["content"].strip() == example.answer.strip()
-    return count
+    said = served_answers(url, way.served_as, [ask.conversation for ask in how.asks(questions)], MAX_TOKENS)
+    return sum(answer.strip() == each.answer.strip() for answer, each in zip(said, questions, strict=True))
 
 
 def long_questions(
@@ -137,7 +128,8 @@ def first_tokens(
                 seconds.setdefault((name, length), []).append(taken)
                 sizes.setdefault((name, length), []).append(tokens)
                 if name.startswith("memory"):
-                    opened.setdefault((name, length), []).append(gate_opened(url, model, messages_of(question)))
+                    ((task, _),) = served_decisions(url, model, [question])  # its prompt is in the prefix cache by now
+                    opened.setdefault((name, length), []).append(task is not None)
     return [
         {
             "way": name,
@@ -164,11 +156,3 @@ def first_token(url: str, model: str, messages: list[Message]) -> tuple[float, i
             usage = chunk.get("usage") or usage
     assert taken is not None, "no token came"
     return taken, usage["prompt_tokens"]
-
-
-def gate_opened(url: str, model: str, messages: list[Message]) -> bool:
-    """Whether memory acts on this request; its prompt is in the prefix cache by now."""
-    body = {"model": model, "messages": messages, "max_tokens": 1, "vllm_xargs": {"inducekv_trace": 1}}
-    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=SECONDS)
-    reply.raise_for_status()
-    return bool(reply.json()["kv_transfer_params"]["inducekv"]["gate"]["open"])

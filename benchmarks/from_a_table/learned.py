@@ -24,6 +24,7 @@ from selector.update.measures import memory_bytes
 
 RATES = (3e-4, 1e-3, 3e-3)
 LEARNED = "learned.json"
+BASE = "base"  # the untouched model's name on both servers
 BUNDLE = "memory.safetensors"
 ALL_ROWS = 1 << 20  # a budget that no table fills
 
@@ -102,7 +103,12 @@ class Learned:
     @property
     def served_as(self) -> str:
         """The model's name in requests: of a bundle or an adapter its own."""
-        return self.folder.name if self.artifact.path and self.artifact.kind != "exemplars" else "base"
+        return self.folder.name if self.artifact.kind in ("bundle", "adapter") else BASE
+
+    @property
+    def path(self) -> Path:
+        """What a server loads."""
+        return self.folder / str(self.artifact.path)
 
 
 def learned(name: str, learn: Learn, rows: Rows, work: Path) -> Learned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.archive import tables as markdown
 from benchmarks.from_a_table.asked import WITHOUT_ADAPTER
 
 SHOWN = (64, 512)  # tokens of a question
@@ -19,7 +20,7 @@ def table(result: Mapping[str, Any]) -> str:
     lengths = [length for length in SHOWN if ("untouched", length) in times]
     head = ["", f"tickets right, of {result['questions']}", f"base questions right, of {result['base']}"]
     head += ["MB", "learned in, s", *(f"first token, {length} tokens, s" for length in lengths)]
-    lines = [head, ["---"] * len(head)]
+    rows = []
     for way, found in result["methods"].items():
         reference = WITHOUT_ADAPTER if way.startswith("LoRA") else "untouched"
         cells = [way, str(found["right"]), str(found.get("base_right", "")), f"{found['bytes'] / 1e6:.1f}"]
@@ -28,5 +29,5 @@ def table(result: Mapping[str, Any]) -> str:
             taken = times[way, length]
             ratio = f" ({taken / times[reference, length]:.1f})" if way != "untouched" else ""
             cells.append(f"{taken / 1000:.2f}{ratio}")
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+        rows.append(cells)
+    return markdown.table(head, rows).replace("|  |", "| |")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from ..backbone.bundled_model import BundledModel
@@ -58,10 +58,6 @@ def shares(answers: Sequence[Answer]) -> dict[str, float]:
 def some(answers: Sequence[Answer]) -> dict[str, list[dict[str, str]]]:
     """The first right and the first wrong ones."""
     return {
-        kind: [
-            {"question": a.question, "expected": a.expected, "without": a.without, "with_memory": a.with_memory}
-            for a in answers
-            if a.right == (kind == "right")
-        ][:SHOWN]
+        kind: [asdict(each) for each in answers if each.right == (kind == "right")][:SHOWN]
         for kind in ("right", "wrong")
     }
