@@ -35,6 +35,8 @@ def test_both_servers_answer(tmp_path: Path) -> None:
     assert {row["way"] for row in times} == {*made, WITHOUT_ADAPTER}
     assert all(row["ttft_ms"] > 0 and row["requests"] == 1 for row in times)
     tokens = {(row["way"], row["length"]): row["prompt_tokens"] for row in times}
-    assert tokens["untouched", 100] >= 100
-    assert tokens["retrieved rows in the prompt", 100] > tokens["untouched", 100] == tokens["memory", 100]
+    retrieved = "retrieved rows in the prompt"
+    for way in {*made, WITHOUT_ADAPTER} - {retrieved}:  # each has questions of its own, alike but for a sentence
+        assert 100 <= tokens[way, 100] < 200 <= tokens[way, 200]
+        assert all(tokens[retrieved, length] > tokens[way, length] for length in (100, 200))
     assert all(("opened" in row) == (row["way"] == "memory") for row in times)
