@@ -9,6 +9,7 @@ from ..errors import BundleError, UnsupportedModel
 from .config import SCHEDULER_CLS
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -75,6 +76,33 @@ def check_engine(config: VllmConfig) -> None:
     for refused, reason in refusals:
         if refused:
             raise UnsupportedModel(f"InduceKV cannot serve memory with {reason}")
+
+
+def has_4_bit_kernel() -> bool:
+    """Whether vLLM computes with 4-bit weights on this CPU."""
+    import torch
+    from vllm import _custom_ops  # noqa: F401  # loads the operators
+
+    return hasattr(torch.ops._C, "cpu_gemm_wna16")
+
+
+def check_cpu_weights(model: nn.Module) -> None:
+    """Refuse weights that vLLM has no kernel for on this CPU: the first request would end the engine.
+
+    Raises:
+        UnsupportedModel: names the layer.
+    """
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+
+    if has_4_bit_kernel():
+        return
+    for name, layer in model.named_modules():
+        for holder in (getattr(layer, "quant_method", None), getattr(layer, "scheme", None)):
+            if isinstance(getattr(holder, "kernel", None), CPUWNA16LinearKernel):
+                raise UnsupportedModel(
+                    f"{name} has 4-bit weights, and vLLM has no kernel for them on this CPU (cpu_gemm_wna16, which "
+                    "needs AVX-512): serve a checkpoint of 16 or 32 bits here, or this one on another machine"
+                )
 
 
 def check_gpu_runner(config: VllmConfig) -> None:

@@ -8,6 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
+from ..host.requirements import check_cpu_weights
 from . import cpu_lora
 from .memory_worker import MemoryWorker
 
@@ -17,6 +18,7 @@ class InduceKVCPUWorker(MemoryWorker, CPUWorker):
         if cpu_lora.groups_adapters(self.vllm_config):
             cpu_lora.install()
         super().load_model(*args, **kwargs)
+        check_cpu_weights(self.get_model())
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         """What a slot reads is found through the requests, without tables."""

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.errors import BundleError
+from inducekv_vllm.host import requirements
 from tests.engine.parity import (
     FEWER_PROCESSES,
     MemoryEngine,
@@ -32,6 +33,9 @@ from tests.quantized import save_quantized
 from tests.tiny_families import FAMILIES
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 32}
+needs_4_bit_kernel = pytest.mark.skipif(
+    not requirements.has_4_bit_kernel(), reason="vLLM has no kernel for 4-bit weights on this CPU"
+)
 NAMES = (None, "sqrt", "prior", "gated")
 
 
@@ -70,6 +74,7 @@ def deviations(model: Path, dtype: str) -> torch.Tensor:
     return torch.tensor(found)
 
 
+@needs_4_bit_kernel
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [
@@ -107,6 +112,19 @@ def test_what_vllm_quantises_by_itself_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_4_bit_weights_are_refused_at_start_on_a_cpu_without_their_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised, _ = quantised_and_plain(tmp_path, "gptq")
+    monkeypatch.setattr(requirements, "has_4_bit_kernel", lambda: False)
+    with (
+        pytest.raises(Exception, match="4-bit weights, and vLLM has no kernel for them on this CPU"),
+        engine(quantised, environment=FEWER_PROCESSES, dtype="float16", **OPTIONS),
+    ):
+        pass
+
+
+@needs_4_bit_kernel
 def test_a_bundle_of_the_plain_model_is_refused(tmp_path: Path) -> None:
     """The digest of the weights says what was taught and what serves."""
     quantised, plain = quantised_and_plain(tmp_path, "gptq")
