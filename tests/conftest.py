@@ -27,13 +27,14 @@ if not torch.cuda.is_available():
 NO_SHARED_SERVER = ("api_key", "audit", "launcher", "memory_helps", "pins", "registry", "several_processes")
 NO_SHARED_SERVER += ("versions", "wheel")
 ENGINE = ("tests/engine/test_memory_engine.py", "tests/server/test_registry.py")
+SERVERS = ("tests/research/test_continual_http.py",)  # one more that shares their server
 # Groups and files that take a minute or longer begin first, so that no worker is left with one of them at the end.
 LONGEST = (
     "servers",
-    "tests/engine/test_continual_smoke.py",
+    "tests/research/test_continual_smoke.py",
     "tests/engine/test_parity.py",
     "tests/engine/test_gpu_attention.py",
-    "tests/unit/benchmarks/test_continual_run.py",
+    "tests/research/test_continual_run.py",
     "engine",
 )
 LAST_OF_A_GROUP = "tests/server/test_shutdown.py"  # ends the server that the group shares
@@ -43,6 +44,8 @@ def group_of(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     if file in ENGINE:
         return "engine"
+    if file in SERVERS:
+        return "servers"
     test = file.removeprefix("tests/server/test_").removesuffix(".py")
     return file if "/" in test or test in NO_SHARED_SERVER else "servers"
 

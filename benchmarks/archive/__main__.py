@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.archive as about
-from benchmarks.archive.figures import FIGURES, draw
 from benchmarks.archive.tables import tables_of
+from benchmarks.research.figures import FIGURES, draw
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.continual.report.names import title
+from benchmarks.research.continual.report.names import title
 
 Json = Any
 ABOUT = ("machine", "command", "versions", "environment", "weights", "digest", "data", "benchmark", "diagnostic")

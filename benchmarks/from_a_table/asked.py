@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 
 from benchmarks.chat import Message, chat_body, messages_of
-from benchmarks.continual.answering.plans import Plan, plan
 from benchmarks.from_a_table.learned import BASE, Learned
 from benchmarks.lora_adapter import served_rank
+from benchmarks.research.continual.answering.plans import Plan, plan
 from benchmarks.server_process import serving
 from selector.backbone.model import Backbone
 from selector.cli.asking import served_answers, served_decisions

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import selector
-from benchmarks.continual.methods import Artifact, RunContext
-from benchmarks.continual.methods.lora import Lora
-from benchmarks.continual.methods.neighbours import PromptReplay
-from benchmarks.continual.suites import TaskData
+from benchmarks.research.continual.methods import Artifact, RunContext
+from benchmarks.research.continual.methods.lora import Lora
+from benchmarks.research.continual.methods.neighbours import PromptReplay
+from benchmarks.research.continual.suites import TaskData
 from inducekv_vllm.bundle import write_bundle
 from selector.cli.settings import PRESETS
 from selector.data.choice import hold_out

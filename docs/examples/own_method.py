@@ -1,4 +1,6 @@
-"""A method of one's own: `python -m benchmarks.continual run --method own_method:WordBias --answer offline ...`.
+"""A method of one's own.
+
+    python -m benchmarks.research.continual run --method own_method:WordBias --answer offline ...
 
 It adds a number to the logit of each word of the vocabulary, larger for words of the answers that it was taught.
 """
@@ -11,8 +13,8 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.continual.methods.method import Artifact, Kind, RunContext
-from benchmarks.continual.suites import TaskData
+from benchmarks.research.continual.methods.method import Artifact, Kind, RunContext
+from benchmarks.research.continual.suites import TaskData
 from selector.backbone.model import Backbone
 
 FILE = "bias.safetensors"

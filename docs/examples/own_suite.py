@@ -1,4 +1,4 @@
-"""A suite of one's own: `python -m benchmarks.continual run --suite own_suite:load --data DIR ...`.
+"""A suite of one's own: `python -m benchmarks.research.continual run --suite own_suite:load --data DIR ...`.
 
 DIR has a folder for each task, in the order of their names, with train.jsonl and test.jsonl as `inducekv-select` reads
 them. There are no base questions and no validation split: a tenth of the training examples becomes one.
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from benchmarks.continual.metrics import average, mean_average_accuracy_over_time
-from benchmarks.continual.suites.suite import Suite, TaskData, TaskScore
+from benchmarks.research.continual.metrics import average, mean_average_accuracy_over_time
+from benchmarks.research.continual.suites.suite import Suite, TaskData, TaskScore
 from selector.data.examples import Example, read_task
 
 

@@ -27,7 +27,7 @@ from .publishing import API_KEY_VARIABLE
 
 PROGRAM: Final = "inducekv-select"
 RECIPES: Final[dict[str, type[PaperSettings | RefinedSettings]]] = {PAPER: PaperSettings, REFINED: RefinedSettings}
-DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/continual
+DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/research/continual
 Preset = Literal["quick", "best"]
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {

@@ -1,53 +1,13 @@
-"""Data, models and a finished run that many tests read: each is made once."""
+"""A model that many tests read, and gates that are fitted in little time."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmarks.continual.__main__ import main
-from benchmarks.continual.suites import Suite
-from benchmarks.continual.suites.made import load_demo
-from selector.backbone.model import Backbone
 from selector.gate import fitting_set, training
-from server.demo import CHECKPOINT
 from tests.tiny_models import save_tiny_llava
-from tests.unit.benchmarks.learned_streams import SMALL, LearnedStream
-from tests.unit.benchmarks.small_streams import BASE_SIZES, ORDER, SIZES, command, small_suite
-
-DemoSuite = Callable[..., tuple[Path, Suite]]
-Learned = Callable[[str], LearnedStream]
-
-
-@pytest.fixture(scope="session")
-def demo_suite(tmp_path_factory: pytest.TempPathFactory) -> DemoSuite:
-    """Makes data of the demo world with few examples of each split, once: (train, validation, test, *tasks) gives the
-    folder and the suite."""
-
-    @functools.cache
-    def written(train: int, validation: int, test: int) -> tuple[Path, Suite]:
-        folder = tmp_path_factory.mktemp("data")
-        return folder, load_demo(folder, {"train": train, "validation": validation, "test": test}, BASE_SIZES)
-
-    def make(train: int, validation: int, test: int, *tasks: str) -> tuple[Path, Suite]:
-        folder, suite = written(train, validation, test)
-        return folder, suite.ordered(tasks) if tasks else suite
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def data(demo_suite: DemoSuite) -> Path:
-    """Of the small suite; not to be changed."""
-    return demo_suite(*SIZES.values())[0]
-
-
-@pytest.fixture(scope="session")
-def suite(data: Path) -> Suite:
-    return small_suite(data).ordered(ORDER)
 
 
 @pytest.fixture(scope="session")
@@ -56,46 +16,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
 
 
-@pytest.fixture(scope="session")
-def backbone(model: Path) -> Backbone:
-    """The tiny LLaVA; not to be changed."""
-    return Backbone.load(model)
-
-
-@pytest.fixture(scope="session")
-def demo_backbone() -> Backbone:
-    """The demo model; not to be changed."""
-    return Backbone.load(CHECKPOINT)
-
-
 @pytest.fixture(autouse=True)
 def quick_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gates are fitted to a few of the everyday requests: what they tell apart is measured elsewhere."""
     for name, count in {"REQUESTS": 60, "NEAR_MISSES": 2, "NOISE": 10}.items():
         monkeypatch.setattr(fitting_set, name, count)
     monkeypatch.setattr(training, "EPOCHS", 2)
-
-
-@pytest.fixture
-def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs end without the page, which takes longer to draw than such small streams to run."""
-    monkeypatch.setattr("benchmarks.continual.report.command.write_report", lambda *_, **__: {})
-
-
-@pytest.fixture(scope="session")
-def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing has interrupted, its states kept; not to be changed."""
-    out = tmp_path_factory.mktemp("results") / "out"
-    assert main(command(data, out, "--results", str(out.parent / "results.json"), "--keep-states", "all")) == 0
-    return out
-
-
-@pytest.fixture(scope="session")
-def learned(model: Path, suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    """Two tasks by a method's name; each method learns once, when it is first asked for."""
-
-    @functools.cache
-    def learn(name: str) -> LearnedStream:
-        return LearnedStream(SMALL[name], model, suite, tmp_path_factory.mktemp(name))
-
-    return learn

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.continual.suites import load_suite
-from benchmarks.continual.suites.made import load_real_text
-from benchmarks.continual.suites.suite import Suite
 from benchmarks.real import base, sources
 from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real.sources import Packages
@@ -97,22 +94,6 @@ def test_the_chosen_families_are_those_that_were_measured() -> None:
     assert {name for name, row in families.items() if row["first_half"] >= base.ENOUGH} == set(base.CHOSEN)
 
 
-def small(folder: Path) -> Suite:
-    return load_real_text(folder, SIZES, SIZES, MadeUp())
-
-
-def test_the_suite_is_written_once_and_read_from_then_on(tmp_path: Path) -> None:
-    suite = small(tmp_path)
-    assert [task.name for task in suite.tasks] == list(TASKS)
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
-    again = load_real_text(tmp_path, SIZES, SIZES, MadeUp(count=100))  # too few for anything to be made of them
-    assert again.digest() == suite.digest()
-    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
-    shown = [example for example in suite.base.test if len(example.messages) > 1]
-    assert shown
-    assert all([m["role"] for m in example.messages] == ["user", "assistant"] * 4 + ["user"] for example in shown)
-
-
 def test_too_little_data_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"valence: the packages hold \d+ \w+ questions, expected"):
         write_task(tmp_path / "valence", "valence", MadeUp(count=20), SIZES)
@@ -123,8 +104,8 @@ def test_too_little_data_and_missing_packages_are_named(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(sources, "distribution", absent)
     with pytest.raises(ConfigError, match=r"the package emoji is not installed: install it with .make setup-real"):
-        load_suite("real-text", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        write_task(tmp_path / "language", "language", Packages(), SIZES)
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_command_measures_both_halves_of_every_family(

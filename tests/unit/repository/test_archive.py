@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.archive import __main__ as archive
-from benchmarks.archive.figures import FIGURES, draw, forgotten
 from benchmarks.archive.tables import LONGEST, tables_of
+from benchmarks.research.figures import FIGURES, draw, forgotten
 
 DOCS = archive.ROOT / "docs"
 

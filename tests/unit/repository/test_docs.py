@@ -24,11 +24,11 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.continual import __main__ as continual
-from benchmarks.continual import run as stream_run
-from benchmarks.continual import search
-from benchmarks.continual.report.names import title
 from benchmarks.from_a_table.table import table
+from benchmarks.research.continual import __main__ as continual
+from benchmarks.research.continual import run as stream_run
+from benchmarks.research.continual import search
+from benchmarks.research.continual.report.names import title
 from inducekv_vllm.bundle import Bundle, BundleMetadata
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.host.config import InduceKVConfig
@@ -47,7 +47,7 @@ OUR_PATH = re.compile(rf"(?:{'|'.join(OUR_PACKAGES)}|docs|docker)/[\w./-]*")
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 SCRIPT_MODULES = {name: target.partition(":")[0] for name, target in SCRIPTS.items()}
 NESTED = ("audit",)  # commands with subcommands of their own
-WITH_SUBCOMMANDS = ("selector.cli.bundle", "benchmarks.continual", "benchmarks.continual.diagnostics")
+WITH_SUBCOMMANDS = ("selector.cli.bundle", "benchmarks.research.continual", "benchmarks.research.continual.diagnostics")
 SERVER = "server.launcher"  # its parser is that of vLLM, with our flags
 FOREIGN_PROGRAMS = (
     "curl",
@@ -268,7 +268,7 @@ def test_commands_of_the_stream_benchmark_begin(page: Path, monkeypatch: pytest.
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(DOCS / "examples"))
     for words in commands(page):
-        if words[:3] == ["python", "-m", "benchmarks.continual"]:
+        if words[:3] == ["python", "-m", "benchmarks.research.continual"]:
             try:
                 begin_stream_benchmark(words[3:])
             except (SystemExit, InduceKVError) as ended:
@@ -331,14 +331,14 @@ def test_the_bundle_format_lists_every_tensor_and_field() -> None:
 
 def test_the_benchmarks_list_every_diagnostic() -> None:
     listed = names(section(DOCS / "benchmarks.md", "### Diagnostics"))
-    assert listed == set(subcommands("benchmarks.continual.diagnostics"))
+    assert listed == set(subcommands("benchmarks.research.continual.diagnostics"))
 
 
 # ------------------------------------------------------------------------------------------------ tables of numbers
 
 
 def test_the_slips_of_published_scripts_are_quoted() -> None:
-    from benchmarks.published.slips import tables
+    from benchmarks.research.published.slips import tables
 
     assert tables() in (DOCS / "suites.md").read_text()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.selector_sizes import problem_of
+from benchmarks.research.selector_sizes import problem_of
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer

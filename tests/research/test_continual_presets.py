@@ -1,0 +1,90 @@
+"""Settings of methods, and presets: options from a file, under the user's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.research.continual.__main__ import parse
+from benchmarks.research.continual.methods import METHODS, choose_methods
+from benchmarks.research.continual.presets import FOLDER
+from inducekv_vllm.errors import ConfigError
+
+
+def options(*arguments: str) -> dict:
+    return vars(parse(["run", "--out", "results", *arguments]))
+
+
+def test_a_preset_gives_what_the_command_line_leaves_open(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('method = ["lora", "refined"]\nbudget = [8, 16]\ntest_limit = 3\nset = ["steps=4", "base=false"]\n')
+    read = options("--preset", str(path))
+    assert (read["method"], read["budget"], read["test_limit"]) == (["lora", "refined"], [8, 16], 3)
+    assert read["set"] == ["steps=4", "base=false"]
+    given = options("--preset", str(path), "--method", "lora", "--budget", "64", "--set", "steps=9")
+    assert (given["method"], given["budget"], given["test_limit"]) == (["lora"], [64], 3)
+    (lora,) = choose_methods(given["method"], given["set"][0:1] + given["set"][2:])
+    assert lora.steps == 9  # of two values the later one counts, and the user's is the later one
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budgets = [8]", "there is no option 'budgets' to preset, there are: .*budget"),
+        ('out = "elsewhere"', "there is no option 'out' to preset"),
+        ("budget = [", "cannot read the preset"),
+        ("method = [true]", "method must be a text or a number, or several, found True"),
+    ],
+)
+def test_a_preset_that_cannot_be_used_is_refused(text, message, tmp_path):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        options("--preset", str(tmp_path / "bad.toml"))
+
+
+def test_a_setting_goes_to_every_method_that_has_it_but_not_to_an_ablation_of_it():
+    no_memory, lora = choose_methods(["no_memory", "lora"], ["learning_rate=0.1", "steps=7"])
+    assert (lora.learning_rate, lora.steps) == (0.1, 7)
+    assert no_memory == METHODS["no_memory"]
+    refined, unrefined = choose_methods(["refined", "refined_no_refinement"], ["steps=7", "batch_size=2"])
+    assert (refined.steps, unrefined.steps, unrefined.batch_size) == (7, 0, 2)
+    paper, without = choose_methods(["paper", "paper_no_anchors"], ["beta=0.25"])
+    assert (paper.beta, without.beta) == (0.25, 0.0)
+    with pytest.raises(ConfigError, match="what makes an ablation cannot be set"):
+        choose_methods(["fixed_calibration"], ["inner_steps=3"])
+
+
+def test_a_setting_may_name_its_method():
+    lora, replay = choose_methods(["lora", "lora_replay"], ["steps=7", "lora.steps=9", "lora_replay.modules=mlp"])
+    assert (lora.steps, lora.modules) == (9, "all")
+    assert (replay.steps, replay.modules) == (7, "mlp")
+    (alone,) = choose_methods(["lora"], ["lora_replay.steps=9"])
+    assert alone == METHODS["lora"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("nonesuch.steps=9", "there is no method 'nonesuch', there are: no_memory"),
+        (
+            "learning_rate0.1",
+            "none of lora has the setting 'learning_rate0.1'; it must read KEY=VALUE or METHOD.KEY=VALUE",
+        ),
+        ("modules", "none of lora has the setting 'modules'; it must read KEY=VALUE or METHOD.KEY=VALUE"),
+        ("lora.activation=text", "none of lora has the setting 'lora.activation=text'"),
+        ("refined.activation=text", "none of refined has the setting 'refined.activation=text'"),
+        ("refined.steps=many", "refined: steps must be like 400, found 'many'"),
+        ("lora.learning_rate=null", "lora: learning_rate must be like 0.0005, found None"),
+    ],
+)
+def test_a_setting_that_its_method_cannot_have_is_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_methods(["lora"], [setting])
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))
+def test_the_presets_that_come_with_it_are_sound(name):
+    read = options("--preset", name)
+    names = list(METHODS) if read["method"] == ["all"] else read["method"]
+    assert choose_methods(names, read["set"])
+    suite = name.removesuffix("-small")
+    assert read["suite"] == (suite if suite.startswith("real-") else "demo")

@@ -1,0 +1,215 @@
+"""The page and the JSON file of a hand-made folder: the demo world, two tasks, a few questions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.research.continual.__main__ import main
+from benchmarks.research.continual.methods import METHODS
+from benchmarks.research.continual.report import names
+from benchmarks.research.continual.report.command import write_report
+from benchmarks.research.continual.report.content import read_commands, read_file, record_command
+from benchmarks.research.continual.report.page import mean_matrix, render_html, result_table
+from inducekv_vllm.errors import ConfigError
+from server.demo import CHECKPOINT
+from tests.research.finished_runs import write_configuration, write_finished_run
+
+ORDER = ("guild", "digit")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SCORES = ("AP", "AF", "base_final")
+SWEEPS = {
+    "diagnostic": "sweeps",
+    "source": "Hyperparameter Sensitivity",
+    "finding": "It opens <often>.",
+    "method": "refined",
+    "budget": 32,
+    "tasks": ["guild", "digit"],
+    "defaults": {"steps": 7},
+    "settings": {
+        "steps": [{"value": n} | {s: {"mean": 0.5, "standard_deviation": None} for s in SCORES} for n in (7, 9)]
+    },
+}
+# Of four questions of each of the two tasks, how many are right after each task; of nine base questions, how many.
+RIGHT = {
+    "no_memory": [[0], [0, 1], 9],
+    "lora_replay": [[4], [3, 4], 5],
+    "refined": [[4], [4, 3], 9],
+    "refined_no_gate": [[3], [2, 2], 4],
+}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with one diagnostic and its report; not to be changed."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    for (method, (*rows, base)), seed in itertools.product(RIGHT.items(), (0, 1)):
+        rights = [
+            {task: [n < count for n in range(4)] for task, count in zip(ORDER, row, strict=False)}
+            | {"base": [n < base for n in range(9)]}
+            for row in rows
+        ]
+        composition = {"composition": {"before": {}, "after": {"guild": 4}}} if method == "refined" else {}
+        settings = {"name": method, "steps": 7, "learning_rates": [0.001]}
+        stored = [0 if method == "no_memory" else 1024] * 2
+        reports = [{"history": [{"step": 0}]} | composition] * 2
+        write_finished_run(folder, method, rights, seed=seed, settings=settings, stored_bytes=stored, reports=reports)
+    write_configuration(folder, order=list(ORDER), where={"suite": "demo", "data": "", "model": str(CHECKPOINT)})
+    record_command(folder, ["python", "-m", "benchmarks.research.continual", "run", "--out", str(folder)])
+    (folder / "diagnostics").mkdir()
+    (folder / "diagnostics" / "sweeps.json").write_text(json.dumps(SWEEPS))
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def content(run_folder: Path) -> dict[str, Any]:
+    return json.loads((run_folder / "report.json").read_text())
+
+
+class Page(HTMLParser):
+    """Its text, and all that could load something."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text, self.sources, self.tags = "", [], set()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not any(name.startswith("on") for name, _ in attrs), "no scripts"
+        self.tags.add(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href", "data", "srcset")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += " ".join(data.split()) + " "
+
+
+def test_the_page_has_every_part_and_loads_and_runs_nothing_and_names_no_place(run_folder: Path) -> None:
+    html = (run_folder / "report.html").read_text()
+    page = Page(html)
+    assert page.text.index("InduceKV (refined) − no memory") < page.text.index("Results")  # losses come first
+    for part in (
+        "InduceKV (refined), no relevance gate",
+        "75.0 ± 0.0",
+        "It opens <often>.",
+        "learning_rates = [0.001]",
+    ):
+        assert part in page.text
+    assert "python -m benchmarks.research.continual run --out out" in page.text
+    assert "torch" in page.text
+    assert "default-src 'none'" in html
+    assert len(page.sources) == 2  # the matrices and the diagnostic
+    assert all(source.startswith("data:image/png") for source in page.sources)
+    assert not {"script", "link", "iframe", "object"} & page.tags
+    for text in (html, (run_folder / "report.json").read_text()):
+        assert str(run_folder.parent) not in text
+        assert str(CHECKPOINT.parent) not in text
+
+
+def test_text_of_the_data_stays_text(content: dict[str, Any]) -> None:
+    name = '<script>alert(1)</script>"><img src=http://example.com onerror=x>'
+    hostile = copy.deepcopy(content) | {"suite": name, "finding": name, "missing": [name]}
+    hostile["diagnostics"][0] |= {"finding": name, "source": name}
+    hostile["commands"][0]["command"] = name
+    for run in hostile["runs"]:
+        run["settings"]["steps"] = name
+    page = Page(render_html(hostile))
+    assert page.text.count("<script>alert(1)</script>") >= 6
+    assert "script" not in page.tags
+    assert all(source.startswith("data:image/") for source in page.sources)
+
+
+def test_the_page_of_the_json_file_is_the_page_of_the_folder(run_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(run_folder / "report.json", tmp_path / "copy.json")
+    assert main(["report", "--from-json", str(tmp_path / "copy.json")]) == 0
+    assert (tmp_path / "copy.html").read_text() == (run_folder / "report.html").read_text()
+    (tmp_path / "copy.json").write_text('{"benchmark": "footprint"}')
+    assert main(["report", "--from-json", str(tmp_path / "copy.json")]) == 2
+
+
+@pytest.mark.parametrize("name", ["continual_full", "continual_decoupled", "real_text_comparison"])
+def test_the_committed_json_files_still_make_a_page_with_their_numbers(name: str) -> None:
+    content = read_file(RESULTS / f"{name}.json")
+    text = Page(render_html(content)).text
+    for row in content["results"]:
+        ap = row["metrics"]["AP"]
+        error = "" if ap["standard_error"] is None else f" ± {100 * ap['standard_error']:.1f}"
+        assert f"{names.title(row['method'])} {100 * ap['mean']:.1f}{error}" in text
+
+
+def test_the_json_file_holds_rows_differences_and_runs(content: dict[str, Any]) -> None:
+    assert (content["suite"], content["missing"]) == ("demo", [])
+    rows = {row["method"]: row for row in content["results"]}
+    assert rows["refined"]["metrics"]["AP"] == {"mean": 0.875, "standard_error": 0.0}
+    assert rows["lora_replay"]["tasks"]["guild"]["mean"] == 0.75
+    differences = {(row["method"], row["against"]): row for row in content["differences"]}
+    assert differences["refined", "no_memory"]["AP"]["mean"] == 0.75
+    assert differences["refined", "lora_replay"]["tasks"]["digit"]["verdict"] == "less"
+    assert differences["refined_no_gate", "refined"]["base_final"]["mean"] == round(-5 / 9, 4)
+    (run, *_) = [run for run in content["runs"] if run["method"] == "refined"]
+    assert run["base"] == [1.0, 1.0]
+    assert "reports" not in run
+    assert run["composition"] == [{"guild": 4}] * 2
+    assert content["diagnostics"] == [SWEEPS]
+    assert content["finding"] == "32 entries: InduceKV (refined) has the highest AP."
+
+
+def test_the_best_of_those_that_learn_and_have_all_seeds_are_marked(content: dict[str, Any]) -> None:
+    table = result_table(content, 32)
+    titles = [row[0] for row in table.rows]
+    recipe, replay = "InduceKV (refined)", "LoRA + replay"
+    assert titles == [recipe, replay, f"{recipe}, no relevance gate", "no memory"]
+    marked = {(titles[row], table.head[column]) for row, column in table.marked}
+    # The untouched model forgets nothing, and is not best.
+    both = {("AP (%)", recipe), ("AP (%)", replay), ("MAA over time (%)", recipe), ("MAA over time (%)", replay)}
+    one = {("AF (points)", recipe), ("base (%)", recipe), ("BWT (points)", recipe), ("Last (%)", replay)}
+    assert {(column, name) for name, column in marked} == both | one
+
+
+def test_an_unfinished_folder_is_reported_with_what_is_missing(run_folder: Path, tmp_path: Path, capsys) -> None:
+    out = shutil.copytree(run_folder, tmp_path / "out")
+    path = out / "lora_replay" / "budget-32" / "seed-1" / "matrix.json"
+    matrix = json.loads(path.read_text())
+    matrix |= {"complete": False, "accuracy": matrix["accuracy"][:1], "base": matrix["base"][:1]}
+    path.write_text(json.dumps(matrix))
+    assert main(["report", "--out", str(out), "--html", str(out / "a" / "page.html")]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["missing"] == ["lora_replay, budget 32, seed 1: 1 of 2 tasks done; not counted."]
+    assert printed["missing"][0] in Page((out / "a" / "page.html").read_text()).text
+
+
+def test_what_is_no_run_or_of_another_model_is_refused(run_folder: Path, tmp_path: Path, capsys) -> None:
+    assert main(["report", "--out", str(tmp_path / "nowhere")]) == 2
+    assert "not the folder of a run" in capsys.readouterr().err
+    (tmp_path / "run.json").write_bytes((run_folder / "run.json").read_bytes())
+    assert main(["report", "--out", str(tmp_path)]) == 2
+    assert "no task of any stream is done yet" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is of the model 'checkpoint': name its folder with --model"):
+        write_report(run_folder, tmp_path)
+
+
+def test_commands_are_kept_once_and_without_their_places(tmp_path: Path) -> None:
+    for _ in range(2):
+        record_command(tmp_path, ["python", "-m", "x", "--out", str(tmp_path / "a b"), "--seed", "0"])
+    (first,) = read_commands(tmp_path)
+    assert first["command"] == "python -m x --out 'a b' --seed 0"
+    assert first["machine"]["versions"]["torch"]
+
+
+def test_every_method_of_the_benchmark_has_a_name() -> None:
+    known = [*names.TITLES, *names.ABLATIONS]
+    assert [name for name in METHODS if name not in known] == []
+    assert [against for _, against in names.ABLATIONS.values() if against not in known] == []
+
+
+def test_the_mean_matrix_leaves_what_is_not_learned_open() -> None:
+    found = mean_matrix([[[0.6], [0.2, 0.4]], [[0.8], [0.4, 0.6]]])
+    assert np.allclose(found, [[0.7, np.nan], [0.3, 0.5]], equal_nan=True)

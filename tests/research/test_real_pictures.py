@@ -1,0 +1,195 @@
+"""The real-picture stream, on made-up packages: what its splits share, and what is said when a package is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks.real.items import BASE, SPLITS
+from benchmarks.research.continual.suites import load_suite
+from benchmarks.research.continual.suites.made import load_real_pictures
+from benchmarks.research.real_pictures import evaluate, stream, train
+from benchmarks.research.real_pictures.concepts import Concepts
+from benchmarks.research.real_pictures.icons import PACKAGES, Icons
+from benchmarks.research.real_pictures.questions import FAMILIES, vocabulary
+from benchmarks.research.real_pictures.stream import examples
+from benchmarks.research.real_pictures.tasks import TASKS
+from benchmarks.research.real_pictures.train import model_folder
+from inducekv_vllm.errors import ConfigError
+from selector.data.examples import read_task
+from tests.research.made_up_icons import made_up_concepts, save_icons
+from tests.unit.benchmarks.made_up_packages import MadeUp
+
+SIZES = {"train": 48, "validation": 24, "test": 24}
+ICON = "the npm package @iconify-json/noto@1.2.9 is not installed: install it with `npm install"
+
+
+@pytest.fixture(scope="module")
+def icons(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with made-up packages; not to be changed."""
+    return save_icons(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def concepts(icons: Path) -> Concepts:
+    return made_up_concepts(icons)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Nothing is drawn; (package, concept) of what would have been."""
+    asked: list[tuple[str, str]] = []
+
+    def blank(icons: Icons, name: str) -> Image.Image:
+        asked.append((icons.package.name, name))
+        return Image.new("RGBA", (64, 64))
+
+    monkeypatch.setattr(stream, "drawing", blank)
+    monkeypatch.setattr(train, "drawing", blank)
+    return asked
+
+
+def test_no_vendor_draws_for_two_splits() -> None:
+    vendors = {split: {package.vendor for package in PACKAGES if package.role == split} for split in SPLITS}
+    assert all(vendors.values())
+    assert sum(map(len, vendors.values())) == len(set().union(*vendors.values()))
+
+
+@pytest.mark.parametrize("task", [BASE, *TASKS])
+def test_pictures_of_a_split_are_by_its_vendors(task: str, concepts: Concepts, undrawn: list[tuple[str, str]]) -> None:
+    roles = {package.name: package.role for package in PACKAGES}
+    for split in SPLITS:
+        undrawn.clear()
+        records = [record for record, _ in examples(task, split, 40, concepts, MadeUp())]
+        assert {roles[package] for package, _ in undrawn} == {split}
+        assert [record["concepts"] for record in records] == [[name] for _, name in undrawn]
+
+
+def test_tasks_ask_about_what_the_model_was_never_taught(concepts: Concepts) -> None:
+    base, seen = set(concepts.base), set()
+    for name, task in TASKS.items():
+        splits = task.facts(concepts, MadeUp())
+        asked = [set(splits[split]) for split in SPLITS]
+        assert all(asked)
+        if task.split_by == "item":
+            assert splits["train"] == splits["validation"] == splits["test"]
+            assert len(set(splits["train"].values())) > 3
+        else:
+            assert sum(map(len, asked)) == len(set().union(*asked))
+        assert not seen & set().union(*asked), name
+        seen |= set().union(*asked)
+        assert name == "german" or not base & set().union(*asked)
+    words = vocabulary(concepts.base, MadeUp())
+    answers = {answer for task in TASKS.values() for _, answer in task.facts(concepts, MadeUp())["train"].values()}
+    assert answers <= set(words)  # the model can say them
+    assert not {concept.name for concept in concepts.new} & set(words)
+
+
+def test_the_suite_is_written_once_and_its_examples_are_read(
+    icons: Path, concepts: Concepts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("resvg_py")
+    suite = load_real_pictures(tmp_path, SIZES, SIZES, concepts, MadeUp())
+    assert [task.name for task in suite.tasks] == list(TASKS)
+    for name in (BASE, *TASKS):
+        for split, size in SIZES.items():
+            read = read_task(tmp_path / name / f"{split}.jsonl")
+            assert len(read) == size
+            assert {len(example.images) for example in read} == {1}
+            assert {image.size for example in read for image in example.load_images()} == {(48, 48)}
+            assert len({example.images[0].read_bytes() for example in read}) == size
+    monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load_suite("real-pictures", tmp_path).digest() == suite.digest()
+
+
+def test_missing_and_other_packages_are_named(
+    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=ICON):
+        Icons.read(PACKAGES[0], tmp_path)
+    cache = shutil.copytree(icons, tmp_path / "cache")
+    folder = cache / "icons" / "node_modules" / "@iconify-json" / "noto"
+    (folder / "package.json").write_text('{"version": "9.9"}')
+    with pytest.raises(ConfigError, match=r"noto holds version 9.9, expected 1.2.9: install it with `npm install"):
+        Icons.read(PACKAGES[0], cache)
+    (folder / "metadata.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"noto does not hold what is read from it: TypeError"):
+        Icons.read(PACKAGES[0], cache)
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match=r"npm is not installed, and the pictures come with npm packages: install"):
+        load_suite("real-pictures", tmp_path / "data")
+    assert train.main(["--cache", str(tmp_path / "empty")]) == 2
+    assert capsys.readouterr().err.startswith("benchmarks.research.real_pictures.train: error: npm is not installed")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["lock"]
+
+
+# The model.
+
+
+@pytest.mark.parametrize("name", ["real-pictures", "real-pictures.training"])
+def test_what_was_trained_on_something_else_is_refused(
+    name: str, icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "Packages", MadeUp)
+    cache = shutil.copytree(icons, tmp_path / "cache")
+    folder = cache / name
+    folder.mkdir()
+    concepts = made_up_concepts(cache)
+    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3, steps=5)
+    (folder / train.TAUGHT).write_text(json.dumps(of | {"words": ["other"], "seed": 0}))
+    before = sorted(path.name for path in cache.iterdir())
+    assert train.main(["--cache", str(cache), "--warm-up-steps", "3", "--steps", "6"]) == 2
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith(f"{folder} was trained with other words, steps, seed: remove it, or use another --cache")
+    )
+    assert sorted(path.name for path in cache.iterdir()) == sorted([*before, ".real-pictures.lock"])
+
+
+@pytest.mark.slow
+def test_training_resumes_and_what_it_makes_is_measured(
+    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("resvg_py")
+    monkeypatch.setattr(train, "Packages", MadeUp)
+    monkeypatch.setattr(train, "ROWS", {"separate": 1, "conversations": 1, "exemplars": 1})
+    whole, cache = (shutil.copytree(icons, tmp_path / name) for name in ("whole", "cache"))
+    monkeypatch.setenv("INDUCEKV_CACHE", str(cache))
+    options = ["--warm-up-steps", "1", "--check-every", "1", "--steps", "2"]
+    assert train.main(["--cache", str(whole), *options]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(model_folder(whole))]
+
+    scores = iter(({},))  # the second check is where it is killed
+
+    def killed(*arguments: object) -> dict[str, float]:
+        for score in scores:
+            return score
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "packed_accuracy", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(["--cache", str(cache), *options])
+    assert not model_folder(cache).exists()
+    assert train.main(["--cache", str(cache), *options]) == 0
+    assert {path.name for path in cache.iterdir()} == {path.name for path in whole.iterdir()}
+    weights = [(model_folder(each) / "model.safetensors").read_bytes() for each in (whole, cache)]
+    assert weights[0] == weights[1]
+    shutil.move(model_folder(cache), tmp_path / "2")
+    log = [json.loads(line) for line in (tmp_path / "2" / "training.jsonl").read_text().splitlines()]
+    assert any(record.get("resumed_at") == 1 for record in log)
+    monkeypatch.setattr(evaluate, "Packages", MadeUp)
+    monkeypatch.setattr(evaluate, "installed_concepts", lambda: made_up_concepts(cache))
+    capsys.readouterr()
+    assert evaluate.main(["--model", str(tmp_path / "2"), "--base", "3", "--stream", "2"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(printed["frozen"]) == list(TASKS)
+    assert set(printed["base"]["test"]) == {"vendors", "overall", *FAMILIES}
