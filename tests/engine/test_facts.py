@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from inducekv_vllm.backbone.stored_facts import FactReader
-from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
-from inducekv_vllm.engine.offline import MemoryAnswer
+from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import UnknownFact
-from inducekv_vllm.facts import next_tokens
-from selector.backbone.generation import score
 from selector.update.forget import without_entries
 from selector.update.regate import with_gate
+from tests.engine.facts import OPTIONS, Facts
 from tests.engine.parity import (
     FEWER_PROCESSES,
-    TOLERANCE,
     WORKER_VARIABLE,
     MemoryEngine,
     Prompt,
@@ -32,15 +26,11 @@ from tests.engine.parity import (
     gated_bundle,
     greedy,
     make_world,
-    served_logprobs,
     silent_below,
     text_prompts,
 )
-from tests.reference import reference_logprobs
 from tests.tiny_families import FAMILIES
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 32, "max_num_batched_tokens": 64}
-OPTIONS["logprobs_mode"] = "processed_logprobs"
 CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth")
 
 
@@ -53,53 +43,6 @@ def fact(city: str, task: str = "codes", answer: str | None = None, **changes: A
 def asked(city: str) -> Prompt:
     """In a wording that is not stored."""
     return Prompt(None, f"Tell me which code {city} has, please!")
-
-
-class Facts:
-    """An engine, and the bundles that it answers with."""
-
-    def __init__(self, served: MemoryEngine, folder: Path) -> None:
-        self.served, self.folder = served, folder
-        self.reader = FactReader.of(served.world.model)
-
-    def teach(self, name: str, facts: Sequence[FactRecord], bundle: Bundle | None = None) -> Bundle:
-        path, before = self.folder / f"{name}.safetensors", None
-        if bundle is not None:
-            write_bundle(bundle, path)
-            before = self.served.offline.load_bundle(path)
-        self.served.memories[name] = self.served.offline.teach(facts, path, before)
-        self.served.bundles[name] = made = read_bundle(path)
-        return made
-
-    def check(self, name: str, questions: Sequence[Prompt], params: Any = None, **options: Any) -> list[MemoryAnswer]:
-        """Every token's log-probability is that of the mixture."""
-        answers = self.served.chat(questions, [name] * len(questions), params or greedy(), **options)
-        for prompt, answer in zip(questions, answers, strict=True):
-            for completion in answer.output.outputs:
-                self._check(name, prompt, answer, completion)
-        return answers
-
-    def _check(self, name: str, prompt: Prompt, answer: MemoryAnswer, completion: Any) -> None:
-        world, bundle, decision = self.served.world, self.served.bundles[name], answer.decision
-        tokens, logprobs = served_logprobs(completion)
-        inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
-        if bundle.num_entries:
-            expected = reference_logprobs(world.backbone, bundle, inputs, tokens).tolist()
-        else:
-            expected = score(world.backbone, [inputs], [tokens])[0].tolist()
-        assert decision is not None
-        if decision.facts is not None:
-            for place, token in enumerate(tokens):
-                if stored := next_tokens(decision.facts.answers, tokens[:place]):
-                    w = decision.facts.answers.weight
-                    expected[place] = math.log((1 - w) * math.exp(expected[place]) + w * stored.get(token, 0.0))
-        torch.testing.assert_close(logprobs, torch.tensor(expected), rtol=0, atol=TOLERANCE)
-
-    def found(self, name: str, answer: MemoryAnswer) -> list[str]:
-        decision = answer.decision
-        assert decision is not None
-        numbers = decision.facts.facts if decision.facts is not None else ()
-        return [self.served.bundles[name].metadata.facts[number].id for number in numbers]
 
 
 @pytest.fixture(scope="module")

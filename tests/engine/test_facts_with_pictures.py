@@ -17,17 +17,13 @@ from inducekv_vllm.facts import packed, unpacked
 from inducekv_vllm.teaching import fact_of
 from selector.backbone.token_values import picture_states
 from tests.drawings import drawings
+from tests.engine.facts import OPTIONS, Facts, asked_about
 from tests.engine.parity import FEWER_PROCESSES, MemoryEngine, Prompt, World, engine, greedy, make_world, silent_below
 from tests.engine.parity import gated_bundle as gated
-from tests.engine.test_facts import OPTIONS, Facts
 from tests.tiny_families import FAMILIES
 
 KNOWN, UNKNOWN = 10, 6
 QUESTION = "Which part is this?"
-
-
-def asked(pictures: Sequence[Image.Image], question: str = "What do we call this part, please?") -> list[Prompt]:
-    return [Prompt(picture, question) for picture in pictures]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +39,7 @@ def facts(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
 
 
 def stored(facts: Facts, pictures: Sequence[Image.Image], task: str = "parts") -> list[FactRecord]:
-    states = [facts.served.offline.picture_state(each.messages) for each in asked(pictures, QUESTION)]
+    states = [facts.served.offline.picture_state(each.messages) for each in asked_about(pictures, QUESTION)]
     return [fact_of(QUESTION, f"number {at}", task, f"{task}/{at}", None, each) for at, each in enumerate(states)]
 
 
@@ -58,7 +54,7 @@ def text_of(answer: MemoryAnswer) -> str:
 
 def test_the_state_is_that_of_transformers(facts: Facts) -> None:
     backbone = facts.served.world.backbone
-    questions = asked(drawings(3, 0))
+    questions = asked_about(drawings(3, 0))
     encoded = [backbone.encode(each.chat_messages, each.images) for each in questions]
     expected = picture_states(backbone, encoded, turn_marks(backbone.processor))
     for _ in range(2):  # the second time, blocks of the prompt are in the cache
@@ -76,19 +72,19 @@ def test_pictures_tell_facts_apart(facts: Facts) -> None:
     facts.teach("pictures", stored(facts, known))
     names = [[f"parts/{at}"] for at in range(KNOWN)]
     for _ in range(2):  # again, when decisions are known
-        assert found(facts, "pictures", asked(known)) == names
-        assert found(facts, "pictures", asked(unknown)) == [[]] * UNKNOWN
+        assert found(facts, "pictures", asked_about(known)) == names
+        assert found(facts, "pictures", asked_about(unknown)) == [[]] * UNKNOWN
     brighter = [ImageEnhance.Brightness(each).enhance(1.03) for each in known]
-    assert found(facts, "pictures", asked(brighter)) == names
+    assert found(facts, "pictures", asked_about(brighter)) == names
     assert found(facts, "pictures", [Prompt(None, QUESTION)]) == [[]]
-    (answer,) = facts.check("pictures", asked(known[:1]), greedy(ignore_eos=False))
+    (answer,) = facts.check("pictures", asked_about(known[:1]), greedy(ignore_eos=False))
     assert text_of(answer) == "number 0"
 
 
 def test_a_question_later_in_the_conversation(facts: Facts) -> None:
     known = drawings(KNOWN, 1)
     facts.teach("later", stored(facts, known))
-    turns = [*asked(known[3:4], "Look at this.")[0].messages, {"role": "assistant", "content": "Yes."}]
+    turns = [*asked_about(known[3:4], "Look at this.")[0].messages, {"role": "assistant", "content": "Yes."}]
     memory = facts.served.memories["later"]
     (answer,) = facts.served.offline.chat(
         [[*turns, {"role": "user", "content": QUESTION}]], greedy(ignore_eos=False), memory=memory
@@ -101,15 +97,15 @@ def test_few_pictures(facts: Facts) -> None:
     known = drawings(3, 4)
     words = fact_of("What is the code of Lima?", "LIM", "parts", "parts/Lima")
     facts.teach("few", [*stored(facts, known), words])
-    assert found(facts, "few", asked(known, QUESTION)) == [[f"parts/{at}"] for at in range(3)]
-    assert found(facts, "few", asked(drawings(UNKNOWN, 5), QUESTION)) == [[]] * UNKNOWN
+    assert found(facts, "few", asked_about(known, QUESTION)) == [[f"parts/{at}"] for at in range(3)]
+    assert found(facts, "few", asked_about(drawings(UNKNOWN, 5), QUESTION)) == [[]] * UNKNOWN
     assert found(facts, "few", [Prompt(None, "What is the code of Lima?")]) == [["parts/Lima"]]
 
 
 def test_behind_a_gate(facts: Facts) -> None:
     """After the prompt's pass, and in it."""
     world, known = facts.served.world, drawings(KNOWN, 1)
-    questions, tasks = asked(known[:4], QUESTION), ["a", "a", "b", None]
+    questions, tasks = asked_about(known[:4], QUESTION), ["a", "a", "b", None]
     for last_layer, changes in ((None, silent_below(world, 0, 0)), (1, silent_below(world, 1, 0))):
         bundle = gated(world, questions, tasks, last_layer, (-0.4, -0.4), **changes)
         facts.teach("gated", stored(facts, known, "a"), bundle)

@@ -12,6 +12,7 @@ from vllm.config import CUDAGraphMode
 from inducekv_vllm import worker
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
+from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
@@ -19,8 +20,9 @@ from inducekv_vllm.workers.cpu import InduceKVCPUWorker
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 from inducekv_vllm.workers.memory_worker import check_most_entries
 from tests.bundles import random_gate
-from tests.engine.attention.test_kernel_memory import SHAPE
 from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool
+
+SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
 
 
 def test_each_platform_has_its_worker_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,8 @@ from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.files import audit_chain
 from tests.bundles import remade
 from tests.engine.parity import TOLERANCE, World, prompts
-from tests.nightly.test_kill import process_of
 from tests.server.http import TRACED, Bundles, ask, deviation, trace_at, trace_of, wait_until
-from tests.server.launch import ENVIRONMENT, FLAGS
+from tests.server.launch import ENVIRONMENT, FLAGS, process_of
 
 pytestmark = pytest.mark.slow
 CLIENTS = 8

@@ -22,7 +22,7 @@ from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.bundle import read_bundle
 from tests.engine.parity import World
 from tests.server.http import Bundles, wait_until
-from tests.server.launch import ENVIRONMENT, FLAGS
+from tests.server.launch import ENVIRONMENT, FLAGS, process_of
 
 pytestmark = pytest.mark.slow
 NAMES = ("sqrt", "prior", "other")
@@ -64,11 +64,6 @@ class Swapping:
 def arguments(world: World, state: Path) -> list[str]:
     root = ["--memory-root", str(world.paths["sqrt"].parent)]
     return [str(world.model), "--served-model-name", "base", *root, "--memory-state", str(state), *FLAGS]
-
-
-def process_of(log: Path, part: str) -> int:
-    """The process that writes as this part of the server."""
-    return int(log.read_text().partition(f"({part} pid=")[2].partition(")")[0])
 
 
 @pytest.mark.parametrize(

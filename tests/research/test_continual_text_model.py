@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.research.continual.__main__ import main
 from benchmarks.research.continual.methods import METHODS
+from tests.task_data import record
 from tests.tiny_families import FAMILIES
-from tests.unit.selector.conftest import record
 
 TASKS = {"colours": "What colour is the circle?", "counts": "How many squares are there?", "base": "yes or no?"}
 COUNTS = {"train": 8, "validation": 3, "test": 3}

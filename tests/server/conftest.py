@@ -12,8 +12,7 @@ from inducekv_vllm.bundle import Bundle, write_bundle
 from tests.engine import parity
 from tests.engine.parity import Prompt, World, prompts
 from tests.server.http import Bundles
-
-GATED_TASKS = ("a", None, "b", None)  # what the gate of `gated_bundle` decides for each of `questions`
+from tests.server.launch import GATED_TASKS
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,3 +100,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
+
+
+def preemptions(server: str) -> float:
+    metrics = httpx.get(f"{server}/metrics", timeout=60).text
+    return sum(map(float, re.findall(r"^vllm:num_preemptions_total{.*} (\S+)$", metrics, re.MULTILINE)))

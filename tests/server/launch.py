@@ -102,3 +102,11 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     environment = {**ENVIRONMENT, **FEWER_PROCESSES, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
         yield Adapted(url, folder, plain, merged, bundle)
+
+
+def process_of(log: Path, part: str) -> int:
+    """The process that writes as this part of the server."""
+    return int(log.read_text().partition(f"({part} pid=")[2].partition(")")[0])
+
+
+GATED_TASKS = ("a", None, "b", None)  # what the gate of `gated_bundle` decides for each of `questions`

@@ -18,7 +18,7 @@ from server.access import Access, ChangeRefused, opened
 from tests.bundles import random_bundle
 from tests.engine.parity import World, prompts
 from tests.server.http import TRACED, Bundles, ask, trace_at, trace_of, wait_until
-from tests.server.test_versions import Workers, begin
+from tests.server.registries import Workers, begin
 
 
 @pytest.fixture

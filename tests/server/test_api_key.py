@@ -18,7 +18,7 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.host.config import ADMIN_HEADER, InduceKVConfig
 from server.access import Access
 from server.endpoint import InduceKVEndpoint
-from tests.server.test_versions import BUNDLES, DIGEST, Workers, begin
+from tests.server.registries import BUNDLES, DIGEST, Workers, begin
 
 pytestmark = pytest.mark.anyio
 USER = {"Authorization": "Bearer user"}

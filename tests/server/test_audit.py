@@ -21,7 +21,7 @@ from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.host.config import InduceKVConfig
 from server.registry import STRANGERS, BundleRegistry
 from tests.bundles import random_bundle
-from tests.server.test_versions import BUNDLES, DIGEST, RUN, Workers, begin, end
+from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
 
 pytestmark = pytest.mark.anyio
 ADMIN = "admin at 10.0.0.7"

@@ -14,9 +14,8 @@ from benchmarks.churn.leaks import Held, drained, held_at_rest, in_use, in_use_a
 from inducekv_vllm.bundle import write_bundle
 from tests.bundles import remade
 from tests.engine.parity import World, prompts
-from tests.server.http import Bundles
+from tests.server.http import Bundles, preemptions
 from tests.server.launch import ADMIN_KEY
-from tests.server.test_isolation import preemptions
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,8 @@ import pytest
 
 from inducekv_vllm.bundle import Bundle
 from tests.engine.parity import TOLERANCE, Prompt, World
-from tests.server.conftest import GATED_TASKS
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_at, trace_of
+from tests.server.launch import GATED_TASKS
 
 
 @pytest.fixture(scope="module")

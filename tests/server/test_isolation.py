@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import re
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -14,7 +13,7 @@ import openai
 import pytest
 
 from tests.engine.parity import TOLERANCE, Prompt, World, prompts
-from tests.server.http import TRACED, Bundles, ask, tokens_and_logprobs, trace_of
+from tests.server.http import TRACED, Bundles, ask, preemptions, tokens_and_logprobs, trace_of
 
 pytestmark = pytest.mark.anyio
 
@@ -22,11 +21,6 @@ MODELS = ("base", "sqrt", "prior", "moving")
 NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 4, 24
 NUM_KEEPERS = 4
 Job = tuple[str, int]  # the model and the number of the prompt
-
-
-def preemptions(server: str) -> float:
-    metrics = httpx.get(f"{server}/metrics", timeout=60).text
-    return sum(map(float, re.findall(r"^vllm:num_preemptions_total{.*} (\S+)$", metrics, re.MULTILINE)))
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from selector.cli.select import main
 from selector.data.examples import Example, read_task
 from tests.engine.parity import TOLERANCE, Prompt, World
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_of
-from tests.unit.selector.cli.test_bundle import command, refuse
-from tests.unit.selector.conftest import record, write_task
+from tests.task_data import record, write_task
+from tests.unit.selector.cli.bundle_command import command, refuse
 
 # Questions and answers by task; the model needs no memory for "base".
 QUESTIONS = {

@@ -30,7 +30,7 @@ from server.access import Access, ChangeRefused
 from server.registry import BundleRegistry
 from server.state import ServerState, Snapshot
 from tests.bundles import FINGERPRINT
-from tests.server.test_versions import BUNDLES, DIGEST, NAMES, RUN, Workers, end, models
+from tests.server.registries import BUNDLES, DIGEST, NAMES, RUN, Workers, end, models
 
 pytestmark = pytest.mark.anyio
 PROCESSES = 3

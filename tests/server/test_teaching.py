@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from tests.drawings import drawings
+from tests.engine.facts import asked_about
 from tests.engine.parity import Prompt, World
-from tests.engine.test_facts_with_pictures import asked as asked_about
 from tests.server.http import TRACED, Bundles, ask, trace_of
 
 CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth")

@@ -7,8 +7,6 @@ import contextlib
 import shutil
 import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,71 +14,9 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.host.config import InduceKVConfig
 from server.registry import BundleRegistry
-from server.state import ServerState
-from tests.bundles import FINGERPRINT, random_bundle
+from tests.server.registries import BUNDLES, DIGEST, NAMES, RUN, Workers, begin, end
 
 pytestmark = pytest.mark.anyio
-NAMES = ("a", "b", "c")
-BUNDLES = {name: random_bundle(seed=seed) for seed, name in enumerate(NAMES)}
-DIGEST = {name: bundle.digest for name, bundle in BUNDLES.items()}
-
-
-class Workers:
-    """What the workers hold, by digest, with the file that it was read from."""
-
-    def __init__(self) -> None:
-        self.resident: dict[str, str] = {}
-        self.vllm_config = SimpleNamespace(lora_config=None)
-        self.errored = False
-
-    def get_num_unfinished_requests(self) -> int:
-        return 0
-
-    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
-        await asyncio.sleep(0)
-        if method == "inducekv_is_erased":
-            return [args[0] not in self.resident]
-        if method == "inducekv_load_bundle":
-            path, digest = args
-            assert Path(path).is_file()
-            self.resident[digest] = path
-        elif method == "inducekv_unload_bundle":
-            self.resident.pop(args[0], None)
-        else:
-            assert method == "inducekv_load_outcome"
-            assert args[0] in self.resident
-        return [{"ok": True, "resident_bytes": 1}]
-
-
-def models() -> Any:
-    """Names of models, as vLLM has them."""
-    count = iter(range(1, 1000))
-    return SimpleNamespace(
-        lora_requests={},
-        lora_id_counter=SimpleNamespace(inc=lambda by: next(count)),
-        base_model_paths=[SimpleNamespace(name="base")],
-        is_base_model=lambda name: name == "base",
-    )
-
-
-RUN = "this one"
-
-
-def begin(config: InduceKVConfig, workers: Any, temporary: Path | None = None) -> BundleRegistry:
-    """The registry of a server that starts; without a state file in the settings it has a temporary one."""
-    path = config.state or temporary
-    assert path is not None
-    state = ServerState(path, keeps_bundles=config.state is not None)
-    return BundleRegistry(workers, models(), FINGERPRINT, state, config)
-
-
-async def end(registry: BundleRegistry) -> None:
-    """As the end of its process does, by whatever signal."""
-    tasks = [task for task in (registry.following, *registry.background) if task is not None]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    registry._state.close()
 
 
 def served(registry: BundleRegistry, name: str = "m") -> str:

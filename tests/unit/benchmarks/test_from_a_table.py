@@ -14,7 +14,7 @@ from benchmarks.from_a_table.asked import long_questions, lora_flags, memory_fla
 from selector.backbone.model import Backbone
 from selector.data.examples import read_task
 from selector.data.records import Columns
-from tests.unit.selector.conftest import record, write_task
+from tests.task_data import record, write_task
 
 FEW = {"steps": 2, "batch_size": 4, "payload_tokens": 2, "learning_rate": 0.1}
 QUESTIONS = read_task(command.TABLES / "test.csv", Columns("ticket", "team", task="support"))

@@ -14,7 +14,7 @@ import torch
 import benchmarks.kernels.run
 import benchmarks.serving.run
 from benchmarks import gpu
-from tests.unit.benchmarks.test_kernels import ABSENT
+from tests.unit.benchmarks.absent import ABSENT
 
 ROOT = Path(__file__).parents[3]
 PARSERS = {

@@ -20,16 +20,13 @@ from benchmarks.kernels.rivals import Inputs
 from benchmarks.kernels.run import SECTIONS
 from benchmarks.kernels.timing import Peaks
 from benchmarks.kernels.workloads import Case, build
+from tests.unit.benchmarks.absent import ABSENT
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 ROOT = Path(__file__).parents[3]
 TINY = GEOMETRIES["tiny"]
 PEAKS = Peaks(bytes_per_second=4e12, operations_per_second=8e14, launch_us=1.5)
 # What the project needs beside torch, triton and numpy, and a machine with a GPU may lack.
-ABSENT = (
-    *("vllm", "faiss", "pydantic", "transformers", "safetensors", "fastapi", "jinja2", "matplotlib", "PIL", "rich"),
-    *("cachetools", "inducekv_vllm.bundle", "inducekv_vllm.attention.resident_bundle", "selector", "server"),
-)
 
 
 def test_the_benchmark_needs_torch_triton_and_numpy_alone(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from selector.cli.bundle import main as bundle_command
 from selector.cli.select import main as select
 from tests.bundles import random_bundle
 from tests.quantized import METHODS
+from tests.task_data import record
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import save_tiny_llava, save_tiny_text_model
-from tests.unit.selector.conftest import record
 
 QUERIES = "model.layers.0.self_attn.q_proj"
 

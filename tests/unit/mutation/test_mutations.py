@@ -24,8 +24,8 @@ from inducekv_vllm.bundle import METADATA_KEY, EntryRecord, read_bundle, sign_di
 from inducekv_vllm.errors import BundleError, TaskDataError
 from selector.data.examples import read_task
 from tests.bundles import D, G, J, L, random_bundle, random_gated_bundle, random_maps
+from tests.task_data import record
 from tests.tiny_models import picture
-from tests.unit.selector.conftest import record
 
 VALUES = (
     *(None, True, [], {}, [[]], "", "x", "\0", "é", "\ud800", "../x", "x" * 70_000, "9" * 64, "[" * 100_000),

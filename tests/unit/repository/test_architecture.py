@@ -195,6 +195,15 @@ def test_unit_tests_mirror_the_packages() -> None:
             assert mirrored in modules(), f"{folder.relative_to(ROOT)} tests no package {mirrored}"
 
 
+def test_no_test_module_is_imported_by_another() -> None:
+    """What several share lies in a module that holds no tests, and fixtures in a conftest."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        package = path.relative_to(ROOT).parent.parts
+        for imported in _imports(ast.parse(path.read_text(), str(path)), package):
+            held = [part for part in imported.name.split(".") if part.startswith("test_")]
+            assert package_of(imported.name) != "tests" or not held, f"{path.relative_to(ROOT)} imports {imported.name}"
+
+
 def test_unit_tests_need_no_vllm() -> None:
     """`make test-fast` runs them without; here they are only collected."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.without_vllm", "--collect-only", "-q", "tests/unit"]

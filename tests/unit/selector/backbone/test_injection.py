@@ -32,7 +32,7 @@ from selector.paper.calibration import leaf
 from tests.bundles import decided_gate, random_bundle, random_gate
 from tests.reference import reference_logprobs, terms_from_pages
 from tests.unit.selector.backbone.memories import B, M, entries, every_setting, random_memory
-from tests.unit.selector.conftest import in_float64, unit_vectors
+from tests.unit.selector.exact import in_float64, unit_vectors
 
 ANSWER = [40, 71, 300, 112, 55, 226]
 all_settings = every_setting(top_k=2)

@@ -19,9 +19,9 @@ from selector.backbone.generation import answer_logprobs
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example, read_task
+from tests.task_data import record, write_task
 from tests.tiny_families import PICTURE_FAMILIES, TEXT_FAMILIES, TEXT_SIZES, save_gemma3, save_text
 from tests.unit.selector.backbone.memories import decoupled_memory
-from tests.unit.selector.conftest import record, write_task
 
 QUESTIONS = ("What colour is the circle?", "How many squares are there? Answer with one word.", "yes no 1 2 3")
 PARTS = "{% for message in messages %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"

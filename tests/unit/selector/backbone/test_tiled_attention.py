@@ -21,7 +21,7 @@ from selector.backbone.tiled_attention import attend_tiled, tiled_attention
 from selector.data.examples import Example
 from selector.paper.calibration import leaf
 from tests.unit.selector.backbone.memories import every_setting, random_memory
-from tests.unit.selector.conftest import in_float64
+from tests.unit.selector.exact import in_float64
 
 Attend = Callable[..., Tensor]
 n, H, J, T, S, D, d, N, m, L = 3, 4, 2, 5, 7, 16, 12, 40, 3, 2

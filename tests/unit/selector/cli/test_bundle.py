@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -13,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
+from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.gate import TurnMarks
-from selector.cli.bundle import main
 from server.demo import BUNDLE, CHECKPOINT
 from tests.bundles import random_bundle, random_gate, random_gated_bundle
-from tests.unit.selector.conftest import record, write_task
+from tests.task_data import record, write_task
+from tests.unit.selector.cli.bundle_command import command, refuse, written
 from tests.unit.selector.stream import stop
 
 GATE = random_gate(marks=TurnMarks((7, 8), 9), thresholds=torch.tensor([0.25, 0.5]))
@@ -28,27 +26,6 @@ GATE = random_gate(marks=TurnMarks((7, 8), 9), thresholds=torch.tensor([0.25, 0.
 def old(tmp_path: Path) -> Path:
     """The file of `random_bundle()`."""
     return written(random_bundle(), tmp_path / "old.safetensors")
-
-
-def written(bundle: Bundle, path: Path) -> Path:
-    write_bundle(bundle, path)
-    return path
-
-
-def command(*arguments: object, status: int = 0) -> str:
-    """Runs the command, which must end with this status; returns what it prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main([str(argument) for argument in arguments]) == status
-    return printed.getvalue()
-
-
-def refuse(*arguments: object) -> str:
-    """Runs the command, which must fail; returns the error, one line."""
-    with contextlib.redirect_stderr(io.StringIO()) as printed:
-        command(*arguments, status=2)
-    (line,) = [line for line in printed.getvalue().splitlines() if "Loading weights" not in line]
-    assert line.startswith("inducekv-bundle: error: ")
-    return line
 
 
 def test_inspect(old: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from inducekv_vllm.bundle import Bundle, read_bundle, with_entries
 from inducekv_vllm.files import audit_chain
 from tests.bundles import random_bundle, random_gated_bundle
-from tests.unit.selector.cli.test_bundle import command, refuse, written
+from tests.unit.selector.cli.bundle_command import command, refuse, written
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 

@@ -17,7 +17,7 @@ from selector.data.examples import Example, read_task
 from selector.gate.background import read_background
 from tests.bundles import random_bundle, random_gate
 from tests.gates import bundle_behind
-from tests.unit.selector.cli.test_bundle import command, refuse, written
+from tests.unit.selector.cli.bundle_command import command, refuse, written
 from tests.unit.selector.imitated import Request, imitated_server
 
 REQUESTS = ("Open the door.", "Sing a song about doors.", "zzz", "What is the capital of the moon?")

@@ -10,7 +10,7 @@ import pytest
 from inducekv_vllm.bundle import read_bundle
 from selector.data.examples import read_task
 from selector.update.accuracy import Accuracy, accuracies
-from tests.unit.selector.cli.test_bundle import command, refuse
+from tests.unit.selector.cli.bundle_command import command, refuse
 from tests.unit.selector.imitated import Request, imitated_server
 from tests.unit.selector.stream import STEPS, Stream
 

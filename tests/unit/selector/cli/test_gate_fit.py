@@ -18,8 +18,8 @@ from selector.gate.background import read_background
 from selector.gate.fit import fit_gate
 from tests.bundles import random_bundle, random_gate
 from tests.gates import bundle_behind
-from tests.unit.selector.cli.test_bundle import command, refuse, written
-from tests.unit.selector.conftest import questions_about, write_task
+from tests.task_data import questions_about, write_task
+from tests.unit.selector.cli.bundle_command import command, refuse, written
 
 OF_THE_RULE = ("gate_weights", "gate_thresholds")
 

@@ -17,7 +17,7 @@ from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.unit.selector.conftest import record, write_task
+from tests.task_data import record, write_task
 from tests.unit.selector.imitated import Request, imitated_server
 from tests.unit.selector.stream import PAPER, SELECT, Stream, full_disk, kill_when, stop
 

@@ -23,8 +23,8 @@ from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
 from selector.gate.background import everyday_requests
 from selector.update.forget import without_entries
+from tests.task_data import questions_about, write_task
 from tests.unit.selector import small_select
-from tests.unit.selector.conftest import questions_about, write_task
 from tests.unit.selector.stream import FIXED, PAPER, REFINED, Stream, kill_when
 
 

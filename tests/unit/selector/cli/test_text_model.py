@@ -17,8 +17,8 @@ from selector.backbone.scoring import Questions, Scorer
 from selector.cli.bundle import main as bundle_command
 from selector.data.examples import read_task
 from selector.update.facts import with_facts_that_help
+from tests.task_data import record
 from tests.tiny_families import FAMILIES
-from tests.unit.selector.conftest import record
 from tests.unit.selector.stream import SMALL, Stream
 
 SEARCH = ("--steps", "2", "--batch-size", "4", "--budget", "4", "--learning-rate", "0.1", *SMALL)

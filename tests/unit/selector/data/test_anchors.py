@@ -15,7 +15,8 @@ from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.anchors import AnchorStore, examples_digest
 from selector.data.choice import AnchorPolicy, choose_anchors
 from selector.data.examples import Example, read_task
-from tests.unit.selector.conftest import record, unit_vectors, write_task
+from tests.task_data import record, write_task
+from tests.unit.selector.exact import unit_vectors
 from tests.unit.selector.stream import full_disk
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from inducekv_vllm.errors import TaskDataError
 from selector.data.examples import decode_image, read_task
+from tests.task_data import QUESTIONS, record, write_task
 from tests.tiny_models import picture
-from tests.unit.selector.conftest import QUESTIONS, record, write_task
 
 
 def test_json_lines_are_read(task_file: Path) -> None:

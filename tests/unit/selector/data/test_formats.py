@@ -17,7 +17,7 @@ from inducekv_vllm.errors import TaskDataError
 from selector.cli.flags import error_line
 from selector.data.examples import Example, read_task
 from selector.data.records import Columns
-from tests.unit.selector.conftest import picture
+from tests.tiny_models import picture
 
 QUESTION, ANSWER = "Which colour is the sky, of which\nthree?", 'blue, "mostly"'
 OTHER = {"question": "Two and two?", "answer": "4"}

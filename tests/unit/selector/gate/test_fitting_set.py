@@ -16,7 +16,7 @@ from selector.gate.fit import check_questions
 from selector.gate.fitting_set import REWORDED, GateQuestion, fitting_set
 from selector.gate.variations import text_of
 from selector.gate.wording import wordings
-from tests.unit.selector.conftest import questions_about, write_task
+from tests.task_data import questions_about, write_task
 
 COLOURS, SHAPES = ("red", "blue", "green", "grey", "white"), ("circle", "square", "ring", "star")
 

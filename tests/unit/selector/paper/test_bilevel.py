@@ -14,7 +14,7 @@ from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, ou
 from selector.paper.calibration import Calibration, fit
 from selector.paper.settings import PaperSettings, SelectionSettings
 from selector.update.coverage import Coverage
-from tests.unit.selector.conftest import unit_vectors
+from tests.unit.selector.exact import unit_vectors
 
 N, LAYERS, BUDGET = 10, 2, 3
 SETTINGS = SelectionSettings(budget=BUDGET, iterations=20, inner_steps=3)

@@ -21,7 +21,7 @@ from selector.paper.candidate_pool import CandidatePool
 from selector.paper.objective import Objective, log_prior
 from selector.paper.settings import SelectionSettings
 from selector.update.coverage import Coverage
-from tests.unit.selector.conftest import in_float64
+from tests.unit.selector.exact import in_float64
 
 BUDGET, M = 3, 2
 

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from selector.paper.shortlist import at_random, nearest
-from tests.unit.selector.conftest import unit_vectors
+from tests.unit.selector.exact import unit_vectors
 
 
 def by_loops(keys: Tensor, queries: Tensor, count: int) -> list[int]:

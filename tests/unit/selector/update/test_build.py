@@ -16,7 +16,7 @@ from selector.data.choice import k_center
 from selector.data.examples import Example
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.unit.selector.conftest import unit_vectors
+from tests.unit.selector.exact import unit_vectors
 
 SETTINGS = BuildSettings(budget=4, payload_tokens=3, batch_size=5)
 

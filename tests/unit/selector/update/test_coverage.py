@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selector.paper.simplex import project
 from selector.update.coverage import PROJECTION_SIZE, STABILIZER, Coverage, orthonormal_projection
-from tests.unit.selector.conftest import unit_vectors
+from tests.unit.selector.exact import unit_vectors
 
 BUDGET = 6
 

@@ -18,7 +18,7 @@ from selector.gate.fit import fit_gate
 from selector.update.forget import Forgotten, refitted_gate, rows_to_forget, without_entries
 from tests.bundles import G, J, L, random_bundle, random_gate, random_gated_bundle, random_maps, remade
 from tests.gates import bundle_behind
-from tests.unit.selector.conftest import record, write_task
+from tests.task_data import record, write_task
 
 
 def decoupled() -> Bundle:
