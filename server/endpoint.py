@@ -102,15 +102,21 @@ class InduceKVEndpoint:
         )
         registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, processes)
         await registry.start(run.name, access.key_name)
-        record_answer = registry.record_answer if config.audit_answers else None
-        decisions = page.LatestDecisions() if config.memory_page else None
-        noted = (record_answer, registry.put_trace, registry.note_facts, decisions.note if decisions else None)
-        engine = MemoryEngine(engine_client, registry, config, stop, *noted)
+        journal = registry.journal
+        engine = MemoryEngine(
+            engine_client,
+            registry,
+            config,
+            stop,
+            record_answer=journal.record_answer if config.audit_answers else None,
+            put_trace=journal.put_trace,
+            note_facts=journal.note_facts,
+            note_decision=journal.note_decision if config.memory_page else None,
+        )
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
-        state.inducekv_registry, state.inducekv_engine = registry, engine
-        state.inducekv_access, state.inducekv_decisions = access, decisions
+        state.inducekv_registry, state.inducekv_engine, state.inducekv_access = registry, engine, access
 
 
 def run_folder(processes: int) -> Path:

@@ -260,7 +260,10 @@ def run_vllm(args: argparse.Namespace) -> None:
 
     import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and starts without it
 
-    from .moved import cli_env_setup
+    try:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    except ImportError:  # vLLM 0.33 has it elsewhere
+        from vllm.entrypoints.common.startup import cli_env_setup  # type: ignore[no-redef,import-not-found]
 
     run = tempfile.TemporaryDirectory(prefix="inducekv-run-")
     os.environ[RUN_VARIABLE] = run.name

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK, WhenFull
 
+from .changes import Change
+
 NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
 PATH_BYTES: Final = 4096  # Linux's PATH_MAX
 MAX_EXAMPLES: Final = 10_000  # in one request
@@ -232,7 +234,7 @@ class MemoryBundleCard(BaseModel):
 class MemoryFailure(BaseModel):
     """A change that was refused or has failed."""
 
-    change: str = Field(description="`load`, `rollback`, `unload`, `forget` or `restore`.", examples=["load"])
+    change: Change = Field(description="What was asked for.", examples=["load"])
     reason: str | None = Field(description="What was wrong; shown to the admin only.")
     at: datetime = Field(description="When.")
 
