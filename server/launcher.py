@@ -111,6 +111,8 @@ def add_flags(group: Any) -> None:
     add("--require-signature", "require_signature", "KEY", text, type=_absolute, action="append")
     text = "serve a page for people at /memory: bundles, facts, questions with and without memory, latest decisions"
     add("--memory-page", "memory_page", None, text, action="store_const", const=True)
+    text = "answer bodies of more bytes with 413, on all routes; if not given, memory routes take 64 MiB"
+    add("--memory-max-body-bytes", "max_body_bytes", "N", text, type=int)
     text = "append what the relevance gate sees of every request, and its decision, to FILE: numbers, no text"
     add("--gate-log", "gate_log", "FILE", text, type=_absolute)
 

@@ -112,6 +112,7 @@ CHANGE_ERRORS = errors(
     BAD_REQUEST="The body is invalid, or the change is refused; the message says why.",
     UNAUTHORIZED="The admin key is missing or wrong.",
     FORBIDDEN="The server takes no changes: it was started without an admin key, or without a folder to load from.",
+    REQUEST_ENTITY_TOO_LARGE="The body has more bytes than the server takes (`--memory-max-body-bytes`).",
     CONFLICT="The name does not stand for `expected_digest`; the message has the digest found.",
     TOO_MANY_REQUESTS="Too many changes are waiting; try again later.",
     SERVICE_UNAVAILABLE="The server is shutting down.",

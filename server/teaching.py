@@ -18,6 +18,7 @@ from inducekv_vllm.engine.pictures import is_picture
 from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
 from inducekv_vllm.teaching import fact_of, forgotten, left_out, superseded, taught
 
+from .bodies import MemoryRoute
 from .changes import Change
 from .requests import (
     CHANGE_ERRORS,
@@ -44,7 +45,7 @@ from .schemas import (
 
 Asked = tuple[str, str | None]  # a question's text, and what its pictures are like
 PICTURES_AT_ONCE: Final = 8
-router = APIRouter(tags=[TAG])
+router = APIRouter(tags=[TAG], route_class=MemoryRoute)
 BAD_QUERY = errors(BAD_REQUEST="`limit` is no number from 1 to 10,000.")
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
 ExampleId = Annotated[str, Path(description="The id of an example.", examples=["facts/9e1f0c5a3f6e8d7c"])]
