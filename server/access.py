@@ -8,24 +8,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.errors import BundleError, InduceKVError
 from inducekv_vllm.files.regular import open_regular
-from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE, InduceKVConfig
 
 KEY_DIGITS: Final = 16  # of the digest of a key, in the audit chain
-SAGEMAKER_ROUTE: Final = "/invocations"
-SAGEMAKER_HEADER: Final = b"x-amzn-sagemaker-adapter-identifier"
 
 
 class ChangeRefused(InduceKVError):
@@ -37,15 +34,20 @@ class ChangeRefused(InduceKVError):
 
 
 class Access:
-    """The folders that bundles may be loaded from while the server runs, and the key that it takes."""
+    """The folders that bundles may be loaded from while the server runs, its key, and the largest body."""
 
-    def __init__(self, roots: Sequence[str] = (), admin_key: str | None = None) -> None:
+    def __init__(
+        self, roots: Sequence[str] = (), admin_key: str | None = None, max_body_bytes: int | None = None
+    ) -> None:
+        """`max_body_bytes`: of a request to any route; None for what `bodies.py` says."""
+        self.max_body_bytes = max_body_bytes
         self._roots = tuple(os.path.realpath(root) for root in roots)
         self._admin = None if not admin_key else key_digest(admin_key)
 
     @classmethod
-    def from_environment(cls, roots: Sequence[str], environment: Mapping[str, str]) -> Access:
-        return cls(roots, environment.get(ADMIN_KEY_VARIABLE))
+    def from_environment(cls, config: InduceKVConfig, environment: Mapping[str, str]) -> Access:
+        """As the server's settings say, with the key of its environment."""
+        return cls(config.roots, environment.get(ADMIN_KEY_VARIABLE), config.max_body_bytes)
 
     @property
     def key_name(self) -> str | None:
@@ -160,44 +162,3 @@ class TurnMiddleware:
         if scope["type"] == "http":
             await scope["app"].state.inducekv_registry.see_changes()
         await self._app(scope, receive, send)
-
-
-class SagemakerMiddleware:
-    """Routes `POST /invocations` by its `"model"`, which vLLM drops: the base model would answer for a bundle."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_invocation = scope["type"] == "http" and scope["path"] == SAGEMAKER_ROUTE and scope["method"] == "POST"
-        if not is_invocation or any(name == SAGEMAKER_HEADER for name, _ in scope["headers"]):
-            await self._app(scope, receive, send)
-            return
-        messages, body = await _read(receive)
-        if (model := _model_of(body)) is not None:
-            scope = {**scope, "headers": [*scope["headers"], (SAGEMAKER_HEADER, model)]}
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self._app(scope, replay, send)
-
-
-async def _read(receive: Receive) -> tuple[list[Message], bytes]:
-    """The messages of a request up to the end of its body, and the body."""
-    messages: list[Message] = []
-    more = True
-    while more:
-        messages.append(await receive())
-        more = messages[-1].get("more_body", False)
-    return messages, b"".join(message.get("body", b"") for message in messages)
-
-
-def _model_of(body: bytes) -> bytes | None:
-    """The model that a request names, if a header can hold it."""
-    try:
-        parsed: Any = json.loads(body)
-        model = parsed.get("model") if isinstance(parsed, dict) else None
-        return model.encode("latin-1") if isinstance(model, str) and model.isprintable() and model else None
-    except (ValueError, RecursionError):
-        return None

@@ -30,7 +30,8 @@ from inducekv_vllm.host.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
 
 from . import inspection, page, teaching
-from .access import Access, OwnerMiddleware, SagemakerMiddleware, TurnMiddleware
+from .access import Access, OwnerMiddleware, TurnMiddleware
+from .bodies import BodyMiddleware, MemoryRoute, SagemakerMiddleware
 from .metrics import POOL_BYTES
 from .names import PIN
 from .registry import BundleRegistry
@@ -58,7 +59,7 @@ from .schemas import (
 from .state import ServerState
 
 logger = logger_of(__name__)
-router = APIRouter(tags=[TAG])
+router = APIRouter(tags=[TAG], route_class=MemoryRoute)
 
 
 class InduceKVEndpoint:
@@ -75,6 +76,7 @@ class InduceKVEndpoint:
         app.add_middleware(OwnerMiddleware)
         app.add_middleware(SagemakerMiddleware)
         app.add_middleware(TurnMiddleware)
+        app.add_middleware(BodyMiddleware)
         app.add_exception_handler(InduceKVError, refused)
         app.add_exception_handler(HTTPException, unrouted)
 
@@ -93,7 +95,7 @@ class InduceKVEndpoint:
         cache = engine_client.vllm_config.load_config.download_dir
         backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision, cache)
         models: OpenAIServingModels = state.openai_serving_models
-        access = Access.from_environment(config.roots, os.environ)
+        access = Access.from_environment(config, os.environ)
         parallel = engine_client.vllm_config.parallel_config
         process, processes = parallel._api_process_rank, parallel._api_process_count
         run = run_folder(processes)
@@ -102,15 +104,21 @@ class InduceKVEndpoint:
         )
         registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, processes)
         await registry.start(run.name, access.key_name)
-        record_answer = registry.record_answer if config.audit_answers else None
-        decisions = page.LatestDecisions() if config.memory_page else None
-        noted = (record_answer, registry.put_trace, registry.note_facts, decisions.note if decisions else None)
-        engine = MemoryEngine(engine_client, registry, config, stop, *noted)
+        journal = registry.journal
+        engine = MemoryEngine(
+            engine_client,
+            registry,
+            config,
+            stop,
+            record_answer=journal.record_answer if config.audit_answers else None,
+            put_trace=journal.put_trace,
+            note_facts=journal.note_facts,
+            note_decision=journal.note_decision if config.memory_page else None,
+        )
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
-        state.inducekv_registry, state.inducekv_engine = registry, engine
-        state.inducekv_access, state.inducekv_decisions = access, decisions
+        state.inducekv_registry, state.inducekv_engine, state.inducekv_access = registry, engine, access
 
 
 def run_folder(processes: int) -> Path:

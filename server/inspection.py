@@ -74,7 +74,7 @@ async def memory_trace(
     The request must have had `"vllm_xargs": {"inducekv_trace": 1}`. A trace belongs to the API key that asked, and if
     the request had a `cache_salt`, to that salt.
     """
-    if not (traces := await registry_of(request).traces(OWNER.get(), cache_salt, response_id)):
+    if not (traces := await registry_of(request).journal.traces(OWNER.get(), cache_salt, response_id)):
         return error_answer(
             f"no memory trace of response {response_id!r:.200}: it was not traced, is not finished, is too old, or "
             "belongs to another API key or cache salt",

@@ -111,6 +111,8 @@ def add_flags(group: Any) -> None:
     add("--require-signature", "require_signature", "KEY", text, type=_absolute, action="append")
     text = "serve a page for people at /memory: bundles, facts, questions with and without memory, latest decisions"
     add("--memory-page", "memory_page", None, text, action="store_const", const=True)
+    text = "answer bodies of more bytes with 413, on all routes; if not given, memory routes take 64 MiB"
+    add("--memory-max-body-bytes", "max_body_bytes", "N", text, type=int)
     text = "append what the relevance gate sees of every request, and its decision, to FILE: numbers, no text"
     add("--gate-log", "gate_log", "FILE", text, type=_absolute)
 
@@ -260,7 +262,10 @@ def run_vllm(args: argparse.Namespace) -> None:
 
     import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and starts without it
 
-    from .moved import cli_env_setup
+    try:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    except ImportError:  # vLLM 0.33 has it elsewhere
+        from vllm.entrypoints.common.startup import cli_env_setup  # type: ignore[no-redef,import-not-found]
 
     run = tempfile.TemporaryDirectory(prefix="inducekv-run-")
     os.environ[RUN_VARIABLE] = run.name

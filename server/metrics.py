@@ -17,7 +17,8 @@ import inducekv_vllm
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.metrics import BundleMetrics, end_series, several_processes
 
-CHANGES: Final = ("load", "rollback", "unload", "forget", "restore", "teach", "forget_facts")
+from .changes import Change
+
 OUTCOMES: Final = ("done", "refused")
 CHANGE_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -89,7 +90,7 @@ class RegistryMetrics:
         self._digests: dict[str, str] = {}  # by name, of the exported series
         self._requests: dict[str, BundleMetrics] = {}  # by name
         BUILD_INFO.labels(inducekv_vllm.__version__, vllm.__version__).set(1)
-        for change in CHANGES:
+        for change in Change:
             CHANGE_SECONDS.labels(change)
             for outcome in OUTCOMES:
                 BUNDLE_CHANGES.labels(change, outcome)
@@ -137,7 +138,7 @@ class RegistryMetrics:
         DRAINING_REQUESTS.set(sum(version.active for version in draining))
 
     @contextmanager
-    def change(self, change: str) -> Iterator[None]:
+    def change(self, change: Change) -> Iterator[None]:
         """Count a change, and time it if it is done."""
         began = time.perf_counter()
         try:

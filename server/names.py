@@ -13,21 +13,37 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from vllm.config import VllmConfig
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import Lease, MemoryRequest
-from inducekv_vllm.errors import UnknownBundle, UnsupportedModel
+from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
+from inducekv_vllm.workers.cpu_lora import groups_adapters
 
 from .metrics import RegistryMetrics
-from .schemas import MemoryBundleCard, MemoryVersion
+from .schemas import NAME_PATTERN, MemoryBundleCard, MemoryVersion
 from .state import Snapshot, VersionRecord
 
-PIN = re.compile(r"(?P<name>.+)@(?P<digest>[0-9a-f]{12,64})")  # a digest, or how it begins
+try:
+    from vllm.renderers.chat_utils import MM_PARSER_MAP
+except ImportError:  # vLLM 0.33 has it elsewhere
+    from vllm.renderers.chat_utils.chat_message import MM_PARSER_MAP  # type: ignore[no-redef,import-not-found]
+
+PIN: Final = re.compile(r"(?P<name>.+)@(?P<digest>[0-9a-f]{12,64})")  # a digest, or how it begins
+_NAME: Final = re.compile(NAME_PATTERN)
+# vLLM applies an adapter named after a kind of message part ("image", "text") to every request with such a part.
+PART_KINDS: Final = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {
+    "audio",
+    "file",
+    "image",
+    "text",
+    "video",
+}
 
 
 def unpinned(model: str) -> tuple[str, str]:
@@ -167,6 +183,61 @@ class Names:
                 f"bundle {name!r} needs the LoRA adapter {adapter!r}; loaded are: {', '.join(loaded) or 'none'}"
             )
         return request
+
+    def check_name(self, name: str, *, replace: bool, at_most: int) -> None:
+        """
+        Args:
+            replace: the name may stand for a bundle.
+            at_most: so many names may be served.
+
+        Raises:
+            ConfigError: it cannot be the name of a bundle, or is taken.
+            CapacityError: no more names may be served.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a "
+                f"digit; found {name!r}"
+            )
+        if name.lower() in PART_KINDS:
+            raise ConfigError(f"the name {name!r} is taken: vLLM reads it as a kind of message content")
+        if PIN.fullmatch(name):
+            raise ConfigError(f"the name {name!r} is taken: requests that end so are pinned to a version")
+        if self._models.is_base_model(name):
+            raise ConfigError(f"the name {name!r} is taken by the served model")
+        if name in self._models.lora_requests and name not in self:
+            raise ConfigError(f"the name {name!r} is taken by a LoRA adapter")
+        if name in self and not replace:
+            raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
+        if name not in self and len(self.records) >= at_most:
+            raise CapacityError(f"{len(self.records)} bundles are loaded, and no more are allowed (max_bundles)")
+
+    def check_adapters(self, name: str, memory: Memory, vllm_config: VllmConfig) -> None:
+        """Raises UnsupportedModel: its adapters cannot be served here."""
+        config, records = vllm_config.lora_config, memory.metadata.task_adapters
+        groups = groups_adapters(vllm_config)
+        if memory.adapter is not None:
+            self.adapter(name, memory.adapter)
+        elif config is not None and not groups and not records:
+            raise UnsupportedModel(
+                f"the server runs with LoRA, but bundle {name!r} names no adapter: its keys and payloads were made "
+                "without one"
+            )
+        if not records:
+            return
+        if config is None:
+            raise UnsupportedModel(f"bundle {name!r} sends tasks to LoRA adapters: start the server with --enable-lora")
+        if not groups:
+            raise UnsupportedModel(
+                f"bundle {name!r} sends tasks to LoRA adapters, which vLLM on CPUs mixes up with other requests of a "
+                "batch (vllm-project/vllm#48421) unless the server runs with --enforce-eager"
+            )
+        for record in records:
+            if record.rank > config.max_lora_rank:
+                raise UnsupportedModel(
+                    f"bundle {name!r}: the adapter of task {record.task!r} has rank {record.rank}, "
+                    f"the server's --max-lora-rank is {config.max_lora_rank}"
+                )
 
     def users_of_adapter(self, adapter: str) -> list[str]:
         """The names of bundles that need this LoRA adapter."""

@@ -45,6 +45,15 @@ class Checked:
     bundle: bytes | None = None  # the content of its file, to be kept
 
 
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """A version of a bundle, made from the one before."""
+
+    before: Bundle | None  # None for the first version of a name
+    after: Bundle
+    checked: Checked  # what is to be served
+
+
 class BundleReader:
     """See the module docstring."""
 
@@ -76,7 +85,7 @@ class BundleReader:
 
     async def changed(
         self, record: VersionRecord | None, change: Callable[[Bundle | None, FactReader], Bundle]
-    ) -> Checked:
+    ) -> Changed:
         """The next version of one that is served, or the first of a name. Remove its file once it is resident.
 
         Raises:
@@ -90,7 +99,7 @@ class BundleReader:
 
     def _change(
         self, path: str | None, record: VersionRecord | None, change: Callable[[Bundle | None, FactReader], Bundle]
-    ) -> Checked:
+    ) -> Changed:
         before = None
         if path is not None and record is not None:
             before = read_bundle(path, backbone=self._backbone, name=f"bundle {record.name!r}")
@@ -100,10 +109,10 @@ class BundleReader:
                 raise UnsupportedModel(
                     f"bundle {record.name!r} sends tasks to LoRA adapters: teach it with inducekv-bundle"
                 )
-        bundle = change(before, self.facts)
-        file = Path(self._folder.name, f"{bundle.digest}.safetensors")
-        write_bundle(bundle, file, verify=False)
-        return Checked(Memory.from_bundle(bundle, str(file)), file.read_bytes())
+        after = change(before, self.facts)
+        file = Path(self._folder.name, f"{after.digest}.safetensors")
+        write_bundle(after, file, verify=False)
+        return Changed(before, after, Checked(Memory.from_bundle(after, str(file)), file.read_bytes()))
 
     @cached_property
     def facts(self) -> FactReader:

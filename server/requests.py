@@ -54,14 +54,14 @@ async def admin(request: Request, key: AdminKey) -> str:
     except ChangeRefused as error:
         where = host or "a local socket"
         logger.warning("%s from %s refused: %s", request.url.path, where, error)
-        await registry_of(request).note_stranger(request.url.path, where, str(error))
+        await registry_of(request).journal.note_stranger(request.url.path, where, str(error))
         raise
     return who(host)
 
 
 Admin = Annotated[str, Depends(admin)]
 
-STATUS_OF: Final[dict[type[Exception], HTTPStatus]] = {
+STATUS_OF: Final[dict[type, HTTPStatus]] = {  # and of their subclasses
     UnknownBundle: HTTPStatus.NOT_FOUND,
     UnknownFact: HTTPStatus.NOT_FOUND,
     TooManyChanges: HTTPStatus.TOO_MANY_REQUESTS,
@@ -81,10 +81,16 @@ def error_answer(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JS
     return JSONResponse(error_response(reason, status).model_dump(), status_code=status.value)
 
 
+def status_of(error: Exception) -> HTTPStatus:
+    """That of its class, or of the nearest base class that has one."""
+    if isinstance(error, ChangeRefused):
+        return error.status
+    return next((STATUS_OF[kind] for kind in type(error).__mro__ if kind in STATUS_OF), HTTPStatus.BAD_REQUEST)
+
+
 async def refused(request: Request, error: Exception) -> JSONResponse:
     """The answer to a request that one of our errors ends."""
-    status = error.status if isinstance(error, ChangeRefused) else STATUS_OF.get(type(error), HTTPStatus.BAD_REQUEST)
-    return error_answer(f"{error!s:.2000}", status)
+    return error_answer(f"{error!s:.2000}", status_of(error))
 
 
 async def unrouted(request: Request, error: Exception) -> Response:
@@ -106,6 +112,7 @@ CHANGE_ERRORS = errors(
     BAD_REQUEST="The body is invalid, or the change is refused; the message says why.",
     UNAUTHORIZED="The admin key is missing or wrong.",
     FORBIDDEN="The server takes no changes: it was started without an admin key, or without a folder to load from.",
+    REQUEST_ENTITY_TOO_LARGE="The body has more bytes than the server takes (`--memory-max-body-bytes`).",
     CONFLICT="The name does not stand for `expected_digest`; the message has the digest found.",
     TOO_MANY_REQUESTS="Too many changes are waiting; try again later.",
     SERVICE_UNAVAILABLE="The server is shutting down.",

@@ -6,11 +6,13 @@ What a schema says of lengths and patterns is checked where the value is used, w
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK, WhenFull
+
+from .changes import Change
 
 NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
 PATH_BYTES: Final = 4096  # Linux's PATH_MAX
@@ -146,7 +148,7 @@ class TeachRequest(BaseModel):
 
 
 class CorrectExampleRequest(BaseModel):
-    """Body of PATCH /v1/memory_bundles/{name}/examples/{id}: what is null stays as it is."""
+    """Body of PATCH /v1/memory_bundles/{name}/examples/{id}: what is null stays as it is, and something must change."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -154,6 +156,12 @@ class CorrectExampleRequest(BaseModel):
     answer: Answer | None = None
     expires_at: datetime | None = Field(default=None, description="When it is not used any more, in UTC.")
     expected_digest: ExpectedDigest = None
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if self.messages is None and self.answer is None and self.expires_at is None:
+            raise ValueError("nothing to correct: expected messages, answer or expires_at, found none of them")
+        return self
 
 
 class TaughtBundle(BaseModel):
@@ -232,7 +240,7 @@ class MemoryBundleCard(BaseModel):
 class MemoryFailure(BaseModel):
     """A change that was refused or has failed."""
 
-    change: str = Field(description="`load`, `rollback`, `unload`, `forget` or `restore`.", examples=["load"])
+    change: Change = Field(description="What was asked for.", examples=["load"])
     reason: str | None = Field(description="What was wrong; shown to the admin only.")
     at: datetime = Field(description="When.")
 

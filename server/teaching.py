@@ -18,6 +18,8 @@ from inducekv_vllm.engine.pictures import is_picture
 from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
 from inducekv_vllm.teaching import fact_of, forgotten, left_out, superseded, taught
 
+from .bodies import MemoryRoute
+from .changes import Change
 from .requests import (
     CHANGE_ERRORS,
     NO_PATH,
@@ -43,7 +45,7 @@ from .schemas import (
 
 Asked = tuple[str, str | None]  # a question's text, and what its pictures are like
 PICTURES_AT_ONCE: Final = 8
-router = APIRouter(tags=[TAG])
+router = APIRouter(tags=[TAG], route_class=MemoryRoute)
 BAD_QUERY = errors(BAD_REQUEST="`limit` is no number from 1 to 10,000.")
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
 ExampleId = Annotated[str, Path(description="The id of an example.", examples=["facts/9e1f0c5a3f6e8d7c"])]
@@ -59,16 +61,14 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
     """Make the next version of the bundle, or its first one; it serves when the answer comes. Nothing is trained."""
     facts = await _facts(body.examples, request.app.state.inducekv_engine)
     registry = registry_of(request)
-    gone: list[str] = []
-    full: dict[str, Any] = {"when_full": body.when_full, "last_used": await registry.uses(name)}
+    last_used = await registry.journal.uses(name)
 
     def make(bundle: Bundle | None, reader: FactReader) -> Bundle:
-        made = taught(bundle, facts, reader, body.budget_bytes, **full)
-        gone[:] = left_out(bundle, made)
-        return made
+        return taught(bundle, facts, reader, body.budget_bytes, when_full=body.when_full, last_used=last_used)
 
-    card = await registry.change_facts("teach", name, make, expected_digest=body.expected_digest, who=admin)
-    return _answer(card, [fact.id for fact in facts], gone)
+    changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
+    gone = left_out(changed.before, changed.after)
+    return _answer(changed.card, [fact.id for fact in facts], gone)
 
 
 @router.get(
@@ -111,8 +111,8 @@ async def correct(
     if body.messages is not None:
         asked = await _asked(body.messages, example_id, request.app.state.inducekv_engine)
     make = partial(_corrected, example_id=example_id, asked=asked, body=body)
-    card = await registry.change_facts("teach", name, make, expected_digest=body.expected_digest, who=admin)
-    return _answer(card, [example_id])
+    changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
+    return _answer(changed.card, [example_id])
 
 
 @router.delete(
@@ -126,8 +126,8 @@ async def forget(
     """Versions before this one keep it for a rollback, until they are forgotten."""
     registry = registry_of(request)
     make = partial(_without, example_id=example_id)
-    card = await registry.change_facts("forget_facts", name, make, expected_digest=expected_digest, who=admin)
-    return _answer(card, [example_id])
+    changed = await registry.change_facts(Change.FORGET_FACTS, name, make, expected_digest=expected_digest, who=admin)
+    return _answer(changed.card, [example_id])
 
 
 def _corrected(

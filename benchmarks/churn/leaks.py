@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,28 +19,58 @@ from inducekv_vllm.host.config import ADMIN_HEADER
 
 DRAIN_SECONDS = 60.0
 REST_SECONDS = 10.0  # clients know that a connection is closed, and bundles that they are unloaded, before the server
+CONNECTION = "connection"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the server that listens at an address holds, with its children.
-
-    Connections that this process still holds the other end of are not counted: a client that is cancelled while it
-    connects leaves one open, and only its event loop ends it.
-    """
+    """What the server that listens at an address holds, with its children."""
 
     resident_mib: float
-    open_files: int
+    open_files: Counter[str]  # by name; sockets and pipes by their kind
 
     @classmethod
     def by(cls, url: str) -> Held:
         processes = [psutil.Process(pid) for pid in processes_of(url)]
         resident = sum(process.memory_info().rss for process in processes) / 2**20
         ours = {connection.laddr for connection in psutil.Process().net_connections("tcp")}
-        theirs = [connection for process in processes for connection in process.net_connections("tcp")]
-        to_us = sum(connection.raddr in ours for connection in theirs if connection.raddr)
-        return cls(round(resident, 1), sum(process.num_fds() for process in processes) - to_us)
+        files = sum((_open_files(process, ours) for process in processes), Counter[str]())
+        return cls(round(resident, 1), files)
+
+    def more_than(self, before: Held) -> Counter[str]:
+        """What is open now and was not before."""
+        return self.open_files - before.open_files
+
+
+def _open_files(process: psutil.Process, ours: set[Any]) -> Counter[str]:
+    """What a process has open, each descriptor looked at once.
+
+    Connections that this process still holds the other end of are left out: the server sends its spans to this process,
+    and a client that is cancelled while it connects leaves a connection open, which only its event loop ends.
+    """
+    folder = f"/proc/{process.pid}/fd"
+    found = {int(number): link for number in os.listdir(folder) if (link := _link(f"{folder}/{number}")) is not None}
+    connections = {connection.fd: connection for connection in process.net_connections("tcp")}
+    files: Counter[str] = Counter()
+    for number, link in found.items():
+        connection = connections.get(number)
+        if connection is None or not link.startswith("socket:"):
+            if not link.startswith("socket:") or _link(f"{folder}/{number}") == link:  # or it was closed meanwhile
+                files[re.sub(r":\[\d+\]$", "", link)] += 1
+        elif not connection.raddr:
+            files["listening socket"] += 1
+        elif connection.raddr not in ours:
+            files[CONNECTION] += 1
+    return files
+
+
+def _link(path: str) -> str | None:
+    """None: it is closed by now."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
 
 
 async def in_use(client: httpx.AsyncClient) -> dict[str, int]:
@@ -59,13 +92,16 @@ async def settled(look: Callable[[], Awaitable[T]], is_right: Callable[[T], bool
     return found
 
 
-async def held_at_rest(url: str, open_files: int) -> Held:
-    """Once it has at most so many files open."""
+async def held_at_rest(url: str, before: Held | None = None) -> Held:
+    """Once every connection is closed, and no more is open than before."""
 
     async def look() -> Held:
         return Held.by(url)
 
-    return await settled(look, lambda held: held.open_files <= open_files)
+    def is_at_rest(held: Held) -> bool:
+        return not (held.open_files[CONNECTION] if before is None else held.more_than(before))
+
+    return await settled(look, is_at_rest)
 
 
 async def in_use_at_rest(client: httpx.AsyncClient, expected: dict[str, int]) -> dict[str, int]:

@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,13 @@ async def measure(url: str, key: str, paths: Mapping[Content, Path], requests: i
         crowd = Crowd(client, questions, (BASE, *NAMES), admin.names, references, Verdicts())
         await crowd.ask(min(requests, 500), concurrency, seed=1)  # what grows once has grown
         await drained(client, key)
-        before = Held.by(url)
+        before = await held_at_rest(url)
         replacing = admin.keep_replacing(REPLACED, [later, first], 1.0)
         reloading = admin.keep_replacing(RELOADED, others[::-1], 2.0, unload=True)
         async with meanwhile(replacing, reloading):
             await crowd.ask(requests, concurrency, seed=2)
         await drained(client, key)
-        after = await held_at_rest(url, before.open_files)
+        after = await held_at_rest(url, before)
         for name in NAMES:
             with suppress(AssertionError):  # the last change may have left none
                 await admin.unload(name)
@@ -102,7 +101,7 @@ async def measure(url: str, key: str, paths: Mapping[Content, Path], requests: i
     preempted = sum(float(line.split()[1]) for line in metrics.splitlines() if line.startswith(PREEMPTIONS))
     verdicts, grown = crowd.verdicts, after.resident_mib - before.resident_mib
     right = not verdicts.faults and verdicts.counts["right"] > 0 and preempted > 0
-    nothing_left = left == empty and after.open_files <= before.open_files and grown < MIB_THAT_MAY_GROW
+    nothing_left = left == empty and not after.more_than(before) and grown < MIB_THAT_MAY_GROW
     return {
         "requests": requests,
         "concurrency": concurrency,
@@ -110,10 +109,14 @@ async def measure(url: str, key: str, paths: Mapping[Content, Path], requests: i
         "faults": verdicts.faults[:20],
         "changes": admin.loads,
         "preemptions": preempted,
-        "held": {"before": asdict(before), "after": asdict(after)},
+        "held": {"before": _counts(before), "after": _counts(after), "left_open": dict(after.more_than(before))},
         "in_use": {"before": empty, "after": left},
         "passed": right and nothing_left,
     }
+
+
+def _counts(held: Held) -> dict[str, float]:
+    return {"resident_mib": held.resident_mib, "open_files": held.open_files.total()}
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ class InduceKVConfig(BaseModel):
     max_waiting_changes: int = Field(default=8, ge=0)  # loads and unloads that may wait for the running one
     load_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     max_bundle_bytes: int = Field(default=4 * 2**30, ge=1)  # a larger file is refused before it is read
+    # Of the body of a request to any route; None for 64 MiB on the memory routes, and as many as vLLM takes on its own.
+    max_body_bytes: int | None = Field(default=None, ge=1)
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
     audit_answers: bool = False  # the audit chain of the state has every answer too
     memory_page: bool = False  # a page for people at /memory, and the latest decisions for the admin

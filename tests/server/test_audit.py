@@ -19,7 +19,8 @@ from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.host.config import InduceKVConfig
-from server.registry import STRANGERS, BundleRegistry
+from server.journal import STRANGERS
+from server.registry import BundleRegistry
 from tests.bundles import random_bundle
 from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
 
@@ -130,7 +131,7 @@ async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, mon
             with pytest.raises(ConfigError, match="cannot record this; nothing changed: database or disk is full"):
                 await change
         with pytest.raises(ConfigError):
-            await server.registry.record_answer("r", "", TRACE)
+            await server.registry.journal.record_answer("r", "", TRACE)
     await server.released()
     assert (server.registry.shown(), server.copies()) == (before, copies)
     assert set(server.workers.resident) == {DIGEST["a"]}
@@ -142,11 +143,11 @@ async def test_wrong_keys_do_not_fill_the_chain(files: Path) -> None:
     """The first few are recorded, and later how many more there were; the admin's refusals are recorded each."""
     server = Audited(files)
     for _ in range(1000):
-        await server.registry.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "found another key")
+        await server.registry.journal.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "found another key")
     with pytest.raises(UnknownBundle):
         await server.registry.unload("m", who=ADMIN)
-    server.registry._strangers.clear()  # a minute later
-    await server.registry.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "found another key")
+    server.registry.journal._strangers.clear()  # a minute later
+    await server.registry.journal.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "found another key")
     refused = [record.get("unrecorded_before") for record in server.records() if record["event"] == "refusal"]
     assert refused == [*[0] * STRANGERS, None, 1000 - STRANGERS]
 
@@ -157,18 +158,18 @@ async def test_forgetting_names_a_version_that_is_used_elsewhere_and_drops_it_la
     await server.load("a")
     with pytest.raises(ConfigError, match="stands for the version"):
         await server.registry.forget("m", digest=DIGEST["a"])
-    await server.registry.put_trace("owner", None, "r", {"digest": DIGEST["a"]})
+    await server.registry.journal.put_trace("owner", None, "r", {"digest": DIGEST["a"]})
     with server.registry.lease("m"):
         await server.load("b")
         assert (await server.registry.forget("m")).in_use == [DIGEST["a"]]
         await server.registry.load("n", str(files / "a.safetensors"))
     await server.released()
     assert server.copies() == {DIGEST["a"], DIGEST["b"]}
-    assert await server.registry.traces("owner", None, "r")
+    assert await server.registry.journal.traces("owner", None, "r")
     await server.registry.unload("n")
     await server.released()
     assert server.copies() == {DIGEST["b"]}
-    assert not await server.registry.traces("owner", None, "r")
+    assert not await server.registry.journal.traces("owner", None, "r")
 
 
 class TestSignatures:
@@ -233,7 +234,7 @@ async def test_expired_entries_are_loaded_but_counted(files: Path) -> None:
 
 async def test_what_an_answer_was_made_of_is_recorded(files: Path) -> None:
     server = Audited(files, audit_answers=True)
-    await server.registry.record_answer("chatcmpl-1", "f" * 64, TRACE)
+    await server.registry.journal.record_answer("chatcmpl-1", "f" * 64, TRACE)
     (record,) = server.records()
     del record["time"], record["previous"]
     facts = {

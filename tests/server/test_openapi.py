@@ -11,9 +11,10 @@ import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, LoadTimeout, TooManyChanges
+from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, LoadTimeout, TooManyChanges, UnknownFact
 from inducekv_vllm.host.config import ADMIN_HEADER
 from server.requests import TAG, refused
+from server.schemas import MemoryFailure
 from tests.server.http import Bundles
 from tests.server.launch import ADMIN_KEY
 
@@ -33,11 +34,19 @@ ROUTES = {*WITH_INPUT, "/v1/memory_bundles", "/v1/memory_decisions", "/v1/memory
         (TooManyChanges("busy"), 429),
         (LoadTimeout("late"), 504),
         (BundleError("bad"), 400),
+        (type("NoRoomOnOneRank", (CapacityError,), {})("full"), 507),
+        (type("UnknownEntry", (UnknownFact,), {})("gone"), 404),
     ],
 )
 async def test_what_lacks_room_is_no_bad_request(error: InduceKVError, status: int) -> None:
+    """A subclass has the status of its base class, unless it has one of its own."""
     request: Any = None
     assert (await refused(request, error)).status_code == status
+
+
+def test_the_schema_lists_every_kind_of_change() -> None:
+    kinds = MemoryFailure.model_json_schema()["$defs"]["Change"]["enum"]
+    assert kinds == ["load", "rollback", "unload", "forget", "restore", "teach", "forget_facts"]
 
 
 def cases(operation: Any, mode: GenerationMode) -> Any:

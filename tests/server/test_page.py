@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import httpx
@@ -12,12 +14,14 @@ import pytest
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.host.config import ADMIN_HEADER
+from server.page import PAGE
 from tests.engine.parity import Prompt
 from tests.server.browser import PROGRAM, opened
 from tests.server.http import Bundles, ask
 from tests.server.launch import ADMIN_KEY, Adapted
 
 GATED_TASKS = ("a", None)
+NODE = shutil.which("node")
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: str) -> None:
@@ -57,6 +61,69 @@ def test_without_the_flag_there_is_no_page(adapted: Adapted) -> None:
     for path in ("/memory", "/v1/memory_decisions"):
         answer = httpx.get(f"{adapted.url}{path}", headers=headers)
         assert (answer.status_code, "--memory-page" in answer.text) == (404, True)
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node.js")
+def test_facts_are_shown_in_pages_that_say_so() -> None:
+    """450 facts: 200 of them at a time; the script runs on a stand-in of a browser's document."""
+    script = re.findall(r"<script[^>]*>(.*)</script>", PAGE, re.DOTALL)[0]
+    assert NODE is not None
+    done = subprocess.run([NODE, "-"], input=DOCUMENT + script + CLICKS, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        [200, "e0", "Facts 1 to 200 of 450  Next"],
+        [200, "e200", "Facts 201 to 400 of 450  Previous Next"],
+        [50, "e400", "Facts 401 to 450 of 450  Previous"],
+        [49, "e401", "Facts 401 to 449 of 449  Previous"],  # one of them was forgotten
+        [200, "e200", "Facts 201 to 400 of 449  Previous Next"],
+        [200, "e0", "Facts 1 to 200 of 448  Next"],  # somebody else forgot the last one of the page before
+    ]
+
+
+DOCUMENT = """
+class Element {
+  children = []; text = ""; value = ""; listeners = {};
+  append(child) { this.children.push(child); }
+  replaceChildren() { this.children = []; this.text = ""; }
+  setAttribute() {}
+  addEventListener(kind, listener) { this.listeners[kind] = listener; }
+  get textContent() { return [this.text, ...this.children.map(child => child.textContent)].filter(Boolean).join(" "); }
+  set textContent(text) { this.text = String(text); }
+}
+const elements = {};
+globalThis.document = { getElementById: id => elements[id] ??= new Element(), createElement: () => new Element() };
+let facts = Array.from({ length: 450 }, (_, n) => ({ id: `e${n}`, task: "t", question: "q", answer: "a" }));
+const card = () => ({ name: "m", digest: "d", tasks: {}, facts: facts.length, file_bytes: 1, versions: [{}] });
+globalThis.fetch = async (address, { method }) => {
+  const url = new URL(address, "http://server"), after = url.searchParams.get("after");
+  if (method === "DELETE") facts = facts.filter(fact => !url.pathname.endsWith(`/${fact.id}`));
+  const begin = after === null ? 0 : facts.findIndex(fact => fact.id === after) + 1;
+  const end = begin + Number(url.searchParams.get("limit"));
+  const found = url.pathname.endsWith("/examples") ? facts.slice(begin, end) : [card()];
+  const ok = after === null || begin > 0;
+  return { ok, json: async () => ({ data: found, has_more: end < facts.length, version: "1", vllm_version: "1" }) };
+};
+document.getElementById("bundle").value = "m";
+"""
+CLICKS = """
+const seen = [], settled = () => new Promise(done => setTimeout(done, 20));
+async function look(work) {
+  await work();
+  await settled();
+  const rows = elements.facts.children;
+  seen.push([rows.length, rows[0].children[0].textContent, elements.places.textContent]);
+}
+const click = (label, place) => place.children.find(each => each.textContent === label).listeners.click();
+(async () => {
+  await look(() => {});
+  for (let n = 0; n < 2; n++) await look(() => click("Next", elements.places));
+  await look(() => click("Forget", elements.facts.children[0].children[4]));
+  await look(() => click("Previous", elements.places));
+  facts = facts.filter(fact => fact.id !== "e199");
+  await look(() => show());
+  console.log(JSON.stringify(seen));
+})();
+"""
 
 
 @pytest.mark.slow

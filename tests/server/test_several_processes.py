@@ -246,21 +246,21 @@ async def test_forgetting_reaches_every_process_before_it_is_acknowledged(proces
     await processes.load("b", 0)
     await processes.settled()
     for process, content in enumerate("ab"):
-        await processes.all[process].put_trace("owner", None, f"r-{content}", traces[content])
-    assert [await each.traces("owner", None, "r-a") for each in processes.all] == 3 * [[traces["a"]]]
+        await processes.all[process].journal.put_trace("owner", None, f"r-{content}", traces[content])
+    assert [await each.journal.traces("owner", None, "r-a") for each in processes.all] == 3 * [[traces["a"]]]
     assert (await processes.all[1].forget("m", who="admin")).forgotten == [DIGEST["a"]]
-    assert [await each.traces("owner", None, "r-a") for each in processes.all] == 3 * [[]]
-    assert [await each.traces("owner", None, "r-b") for each in processes.all] == 3 * [[traces["b"]]]
-    assert [await each.traces("owner", "salt", "r-b") for each in processes.all] == 3 * [[]]
+    assert [await each.journal.traces("owner", None, "r-a") for each in processes.all] == 3 * [[]]
+    assert [await each.journal.traces("owner", None, "r-b") for each in processes.all] == 3 * [[traces["b"]]]
+    assert [await each.journal.traces("owner", "salt", "r-b") for each in processes.all] == 3 * [[]]
 
 
 async def test_answers_and_refusals_of_all_processes_are_in_one_audit_chain(processes: Processes) -> None:
     trace = {"bundle": "m", "digest": "d", "gate": None, "entries": [], "facts": []}
     first, second, third = processes.all
     for number in range(3):
-        await second.record_answer(f"r{number}-1", "", trace)
-        await first.record_answer(f"r{number}-0", "", trace)
-        await third.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "no key")
+        await second.journal.record_answer(f"r{number}-1", "", trace)
+        await first.journal.record_answer(f"r{number}-0", "", trace)
+        await third.journal.note_stranger("/v1/load_memory_bundle", "10.0.0.9", "no key")
     found = [(record["event"], record.get("request")) for record in processes.recorded()[2:]]
     assert found == [
         each for n in range(3) for each in (("answer", f"r{n}-1"), ("answer", f"r{n}-0"), ("refusal", None))

@@ -79,6 +79,12 @@ def test_the_first_answer_after_the_call_is_right(server: str) -> None:
         assert teacher.call("DELETE", "/Lima").status_code == 404
         assert teacher.call("PATCH", "/Lima", json={"answer": "x"}).status_code == 404
 
+        digest = teacher.cards()["team/facts"]["digest"]
+        for nothing in ({}, {"answer": None}, {"expected_digest": digest}):
+            refused = teacher.call("PATCH", "/Rome", json=nothing)
+            assert (refused.status_code, "nothing to correct" in refused.text) == (400, True)
+        assert teacher.cards()["team/facts"]["digest"] == digest
+
         url = f"{server}/v1/rollback_memory_bundle"
         assert httpx.post(url, json={"name": "team/facts"}, headers=teacher.headers).status_code == 200
         assert teacher.answer(asked("Lima")) == ("new", ["Lima"])
