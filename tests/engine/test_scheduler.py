@@ -1,5 +1,6 @@
-"""The scheduler without a model: a batch queue of two, as in vLLM's engine, and a worker that decides as it is told.
+"""A request goes back once, in place or to other blocks, synchronous or not, preempted or aborted.
 
+The scheduler without a model: a batch queue of two, as in vLLM's engine, and a worker that decides as it is told.
 Asynchronous scheduling puts the next step together before the decision of the last one is known.
 """
 

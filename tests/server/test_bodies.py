@@ -18,7 +18,7 @@ from inducekv_vllm.host.config import ADMIN_HEADER, InduceKVConfig
 from server.access import Access
 from server.bodies import DEFAULT_BYTES, parsed
 from server.endpoint import InduceKVEndpoint
-from tests.server.test_versions import BUNDLES, Workers, begin
+from tests.server.registries import BUNDLES, Workers, begin
 
 pytestmark = pytest.mark.anyio
 ADMIN = {ADMIN_HEADER: "admin"}

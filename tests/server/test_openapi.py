@@ -1,4 +1,4 @@
-"""The schema of our routes says what they do: checked by what schemathesis makes of it."""
+"""No route of ours answers 5xx, or with a status that its schema lacks: checked by what schemathesis makes of it."""
 
 from __future__ import annotations
 

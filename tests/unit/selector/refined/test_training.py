@@ -1,4 +1,4 @@
-"""Training of the refined recipe: what changes, what does not, and resuming."""
+"""A refined step is Muon on the mean loss; a training resumes, and ends early with its best state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The refined recipe: a stream of tasks, the choice of activation and learning rate, and what is refused."""
+"""A task learns the same whatever came before it, earlier entries stay bit for bit, and bad input is an error."""
 
 from __future__ import annotations
 
