@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from random import Random
@@ -14,14 +14,17 @@ from typing import Any
 import httpx
 
 from benchmarks.chat import Message, chat_body, messages_of
+from benchmarks.exemplars import KEYS, Exemplars, Neighbours, conversation
 from benchmarks.from_a_table.learned import BASE, Learned
 from benchmarks.lora_adapter import served_rank
-from benchmarks.research.continual.answering.plans import Plan, plan
 from benchmarks.server_process import serving
 from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
 from selector.cli.asking import served_answers, served_decisions
+from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
 
+Plan = Callable[[Sequence[Example]], list[Example]]  # from questions to conversations
 MAX_TOKENS = 16
 SECONDS = 600.0
 WITHOUT_ADAPTER = "untouched, LoRA server"
@@ -42,7 +45,7 @@ def ask_all(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Of each way what it gets right, and rows of times to first token by length of the question."""
     backbone = Backbone.load(model)
-    plans = {way.name: plan(way.artifact, way.folder, model, lambda _: backbone, MAX_TOKENS) for way in ways}
+    plans = {way.name: plan(way, backbone) for way in ways}
     adapters = [way for way in ways if way.artifact.kind == "adapter"]
     others = [way for way in ways if way.artifact.kind != "adapter"]
     found: dict[str, dict[str, Any]] = {}
@@ -61,6 +64,15 @@ def ask_all(
     return found, times
 
 
+def plan(way: Learned, backbone: Backbone) -> Plan:
+    """A question as it is, or with retrieved rows before it."""
+    if way.artifact.kind != "exemplars":
+        return list
+    rows = tuple(AnchorStore(way.path).read())
+    stored = Exemplars(Scorer(backbone), Neighbours.read(way.folder / KEYS), rows, MAX_TOKENS)
+    return lambda questions: [conversation(*each) for each in zip(stored.before(questions), questions, strict=True)]
+
+
 def memory_flags(ways: Iterable[Learned]) -> list[str]:
     """A bundle is a model's name."""
     bundles = [f"{way.served_as}={way.path}" for way in ways if way.artifact.kind == "bundle"]
@@ -77,7 +89,7 @@ def lora_flags(ways: Sequence[Learned]) -> list[str]:
 
 def right(url: str, way: Learned, how: Plan, questions: Sequence[Example]) -> int:
     """How many answers are right to the letter, but for space around them."""
-    said = served_answers(url, way.served_as, [ask.conversation for ask in how.asks(questions)], MAX_TOKENS)
+    said = served_answers(url, way.served_as, how(questions), MAX_TOKENS)
     return sum(answer.strip() == each.answer.strip() for answer, each in zip(said, questions, strict=True))
 
 
@@ -122,8 +134,8 @@ def first_tokens(
     opened: dict[tuple[str, int], list[bool]] = {}
     for number, (length, own) in enumerate(questions):
         for (name, (model, how)), question in zip(ways.items(), own, strict=True):
-            ask = how.asks([question])[0]
-            taken, tokens = first_token(url, model, messages_of(ask.conversation))
+            (asked,) = how([question])
+            taken, tokens = first_token(url, model, messages_of(asked))
             if number:
                 seconds.setdefault((name, length), []).append(taken)
                 sizes.setdefault((name, length), []).append(tokens)

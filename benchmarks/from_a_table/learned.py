@@ -6,17 +6,20 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import selector
-from benchmarks.research.continual.methods import Artifact, RunContext
-from benchmarks.research.continual.methods.lora import Lora
-from benchmarks.research.continual.methods.neighbours import PromptReplay
-from benchmarks.research.continual.suites import TaskData
+from benchmarks.exemplars import EXEMPLARS, KEYS, Neighbours, content_bytes
+from benchmarks.fit import Fit
+from benchmarks.lora_adapter import attach, save
+from benchmarks.question_keys import question_keys
 from inducekv_vllm.bundle import write_bundle
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
 from selector.cli.settings import PRESETS
+from selector.data.anchors import AnchorStore
 from selector.data.choice import hold_out
 from selector.data.examples import Example
 from selector.runtime.files import replace_file
@@ -26,14 +29,8 @@ RATES = (3e-4, 1e-3, 3e-3)
 LEARNED = "learned.json"
 BASE = "base"  # the untouched model's name on both servers
 BUNDLE = "memory.safetensors"
-ALL_ROWS = 1 << 20  # a budget that no table fills
-
-
-class BestLora(Lora):
-    """By the validation loss of three rates."""
-
-    def rates(self) -> Sequence[float]:
-        return RATES
+ADAPTER = "adapter"
+SHOWN = 4  # rows before a question
 
 
 @dataclass(frozen=True)
@@ -44,40 +41,62 @@ class Rows:
     rows: Sequence[Example]
     base: Sequence[Example]  # for a gate
 
-    def task(self) -> TaskData:
-        training, validation = hold_out(self.rows, 0)
-        return TaskData(self.rows[0].task, tuple(training), tuple(validation))
+    def split(self) -> tuple[list[Example], list[Example]]:
+        """Those that are learned, and the tenth that is held out."""
+        return hold_out(self.rows, 0)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What answers questions beside the model, and its bytes."""
+
+    kind: Literal["none", "bundle", "adapter", "exemplars"]
+    path: str | None  # relative to the way's folder
+    stored_bytes: int
 
 
 Learn = Callable[[Rows, Path], Artifact]
 
 
 def untouched(rows: Rows, out: Path) -> Artifact:
-    return Artifact("none", None, 0, {})
+    return Artifact("none", None, 0)
 
 
 def by_memory(settings: Mapping[str, Any], with_base: bool = False) -> Learn:
     def learn(rows: Rows, out: Path) -> Artifact:
         taught = selector.teach(rows.model, rows.rows, base=rows.base if with_base else (), **settings)
         write_bundle(taught.bundle, out / BUNDLE)
-        return Artifact("bundle", BUNDLE, memory_bytes(taught.bundle), {})
+        return Artifact("bundle", BUNDLE, memory_bytes(taught.bundle))
 
     return learn
 
 
-def by_lora(rank: int, **settings: Any) -> Learn:
-    """On all linear layers of the language model, batches of 4 for 200 steps, for each of three rates."""
-    method = replace(BestLora(steps=200, batch_size=4, precision="float32", rank=rank), **settings)
+def by_lora(rank: int, steps: int = 200) -> Learn:
+    """On all linear layers of the language model, in batches of 4: of three rates, the best by validation loss."""
 
     def learn(rows: Rows, out: Path) -> Artifact:
-        return method.learn(rows.task(), None, out, RunContext(rows.model, 1, 0, 0, 1))
+        backbone = Backbone.load(rows.model)
+        training, validation = rows.split()
+        adapted = attach(backbone, rank, seed=0)
+        parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+        fit = Fit(Scorer(backbone), parameters, training, [], batch_size=4, seed=(0, 0), autocast=False)
+        fit.run_best(RATES, steps, validation)
+        return Artifact("adapter", ADAPTER, save(adapted, out / ADAPTER))
 
     return learn
 
 
 def by_retrieval(rows: Rows, out: Path) -> Artifact:
     """Every row is kept, and the four nearest, by the words of the question, stand before it with their answers."""
-    return PromptReplay(key="early").learn(rows.task(), None, out, RunContext(rows.model, ALL_ROWS, 0, 0, 1))
+    backbone = Backbone.load(rows.model)
+    training, _ = rows.split()
+    neighbours = Neighbours.none(backbone.hidden_size, SHOWN, "early")
+    neighbours = neighbours.after(question_keys(backbone, training, "early"))
+    neighbours.write(out / KEYS)
+    store = AnchorStore(out / EXEMPLARS)
+    store.append(training, run=training[0].task, policy="random", seed=0)
+    stored = neighbours.stored_bytes + sum(map(content_bytes, store.read()))
+    return Artifact("exemplars", EXEMPLARS, stored)
 
 
 WAYS: Mapping[str, Learn] = {

@@ -30,4 +30,4 @@ def table(result: Mapping[str, Any]) -> str:
             cells.append(f"{taken / 1000:.2f}{ratio}")
         rows.append(cells)
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |")
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("|  |", "| |")

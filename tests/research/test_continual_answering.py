@@ -208,7 +208,7 @@ def test_no_more_exemplars_than_the_context_holds(shown, suite, monkeypatch):
 def test_the_majority_of_the_nearest_is_copied_and_of_equal_counts_the_nearest(monkeypatch, backbone, examples):
     stored = torch.eye(5)
     queries = torch.tensor([[9.0, 8, 7, 6, 5], [5, 6, 7, 8, 9], [0, 9, 8, 0, 7], [0, 0, 0, 9, 8]])
-    monkeypatch.setattr("benchmarks.research.continual.methods.neighbours.question_keys", lambda *_: queries)
+    monkeypatch.setattr("benchmarks.exemplars.question_keys", lambda *_: queries)
     answers = ["a", "b", "b", "c", "d"]
     for k, expected in ((1, ["a", "d", "b", "c"]), (3, ["b", "d", "b", "c"]), (4, ["b", "b", "b", "c"])):
         copied = Copied(backbone, Neighbours.none(5, k).after(stored, answers))

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.fit import Fit
 from benchmarks.lora_adapter import attach, memory_bytes
+from benchmarks.question_keys import EARLY_LAYER, question_keys
 from benchmarks.research.continual.methods import RunContext, gated
 from benchmarks.research.continual.methods.ewc import FISHER, Ewc, diagonal_fisher
-from benchmarks.research.continual.methods.fit import Fit
 from benchmarks.research.continual.methods.gated import GATE, read_gate, write_gate
 from benchmarks.research.continual.methods.lora import AdapterTraining
 from benchmarks.research.continual.methods.lwf import Lwf, divergence
 from benchmarks.research.continual.methods.neighbours import Neighbours
-from benchmarks.research.continual.methods.question_keys import EARLY_LAYER, question_keys
 from benchmarks.research.continual.methods.rehearsal import content_bytes, reservoir
 from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.bundle.tensors import DTYPES

@@ -175,6 +175,14 @@ def _calls() -> Iterator[tuple[Module, ast.Call]]:
                 yield module, node
 
 
+def test_only_research_imports_research() -> None:
+    """What a user or CI runs does without it. `benchmarks.archive` draws its pages from the streams' results."""
+    for module in modules().values():
+        if not module.name.startswith(("benchmarks.research", "benchmarks.archive")):
+            used = {target for target in module.targets(type_only=True) if target.startswith("benchmarks.research")}
+            assert not used, f"{module.name} imports {sorted(used)}"
+
+
 def test_nothing_is_unpickled() -> None:
     """Bundles and task data come from strangers: no module may use a loader that runs code."""
     for module in modules().values():

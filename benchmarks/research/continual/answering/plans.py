@@ -6,18 +6,15 @@ answerer only sends plain questions to a model.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from benchmarks.exemplars import KEYS, Exemplars, Neighbours, conversation
 from benchmarks.research.continual.methods import Artifact
 from benchmarks.research.continual.methods.gated import GATE, read_gate
-from benchmarks.research.continual.methods.neighbours import KEYS, Neighbours
-from benchmarks.research.continual.methods.rehearsal import number_that_fit
 from benchmarks.research.continual.suites.suite import NEW_TOKENS
 from inducekv_vllm.bundle import Gate
 from selector.backbone.model import Backbone
@@ -55,32 +52,8 @@ class Ask:
 
     @property
     def conversation(self) -> Example:
-        """The question with its exemplars before it: each its messages (but a system message), then its answer.
-
-        Pictures stand in the order of their places; the example's own answer is kept, and used by nobody.
-        """
-        if not self.exemplars:
-            return self.example
-        messages: list[dict[str, Any]] = [m for m in self.example.messages if m["role"] == "system"]
-        for exemplar in self.exemplars:
-            messages += [m for m in exemplar.messages if m["role"] != "system"]
-            messages.append(answer_turn(exemplar))
-        messages += [m for m in self.example.messages if m["role"] != "system"]
-        images = [path for part in (*self.exemplars, self.example) for path in part.images]
-        digests = [f"{part.source_digest} {part.answer}" for part in self.exemplars]
-        return Example(
-            id=self.example.id,
-            task=self.example.task,
-            messages=tuple(messages),
-            images=tuple(images),
-            answer=self.example.answer,
-            source_digest=hashlib.sha256("\n".join([*digests, self.example.source_digest]).encode()).hexdigest(),
-        )
-
-
-def answer_turn(example: Example) -> dict[str, Any]:
-    """The example's answer as a turn of the conversation."""
-    return {"role": "assistant", "content": [{"type": "text", "text": example.answer}]}
+        """The question with its exemplars before it."""
+        return conversation(self.exemplars, self.example)
 
 
 class Plan(Protocol):
@@ -141,38 +114,12 @@ class Gated:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """The nearest exemplars stand before the question, the nearest last; the untouched model answers."""
-
-    scorer: Scorer
-    neighbours: Neighbours
-    exemplars: tuple[Example, ...]  # in the neighbours' order
-    new_tokens: int = NEW_TOKENS  # that an answer may have
+class Shown(Exemplars):
+    """Exemplars stand before the question, and the untouched model answers."""
 
     def asks(self, examples: Sequence[Example]) -> list[Ask]:
-        asks = []
-        for example, rows in zip(examples, self.neighbours.nearest_to(self.scorer.backbone, examples), strict=True):
-            room = self.scorer.context - self.new_tokens - self.scorer.prefix(example)["input_ids"].shape[1]
-            count = number_that_fit((self.lengths[row] for row in rows), room)
-            shown = tuple(self.exemplars[row] for row in reversed(rows[:count]))
-            asks.append(Ask(example, with_artifact=False, exemplars=shown))
-        return asks
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens that each exemplar adds before a question."""
-        return [self._length(exemplar) for exemplar in self.exemplars]
-
-    def _length(self, exemplar: Example) -> int:
-        """Of its prefix, as the model sees it, and of the chat template's text from there to the next turn."""
-        backbone, question = self.scorer.backbone, list(exemplar.messages)
-        tokenizer = backbone.tokenizer
-        ends = (
-            backbone.chat_text([*question, answer_turn(exemplar)], generation_prompt=False),
-            backbone.chat_text(question, generation_prompt=True),
-        )
-        whole, prefix = (len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ends)
-        return int(self.scorer.prefix(exemplar)["input_ids"].shape[1]) + whole - prefix
+        before = self.before(examples)
+        return [Ask(e, with_artifact=False, exemplars=shown) for e, shown in zip(examples, before, strict=True)]
 
 
 @dataclass(frozen=True)

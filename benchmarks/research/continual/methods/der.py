@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from benchmarks.research.continual.methods.fit import Penalty
+from benchmarks.fit import Penalty
 from benchmarks.research.continual.methods.lora import BUFFER, AdapterTraining, ErReplay
 from benchmarks.research.continual.methods.lwf import record
 from benchmarks.research.continual.methods.rehearsal import content_bytes, reservoir, store_buffer

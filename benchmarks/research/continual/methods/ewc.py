@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from benchmarks.research.continual.methods.fit import Penalty
+from benchmarks.fit import Penalty
 from benchmarks.research.continual.methods.lora import AdapterTraining, Lora
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example

@@ -21,8 +21,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fit import Fit
 from benchmarks.lora_adapter import FLOAT16_BYTES, memory_bytes
-from benchmarks.research.continual.methods.fit import Fit
 from benchmarks.research.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.research.continual.methods.prompts import PromptHook, WholePrompts
 from benchmarks.research.continual.suites import TaskData

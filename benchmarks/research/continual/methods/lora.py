@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from benchmarks.fit import Fit, Penalty
 from benchmarks.lora_adapter import Modules, attach, largest_rank, memory_bytes, reattach, save
-from benchmarks.research.continual.methods.fit import Fit, Penalty
 from benchmarks.research.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.research.continual.methods.rehearsal import (
     content_bytes,

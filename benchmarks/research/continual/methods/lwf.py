@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from benchmarks.research.continual.methods.fit import Penalty
+from benchmarks.fit import Penalty
 from benchmarks.research.continual.methods.lora import AdapterTraining, Lora
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example

@@ -19,8 +19,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fit import Fit
 from benchmarks.lora_adapter import FLOAT16_BYTES, Modules, linear_layers, memory_bytes
-from benchmarks.research.continual.methods.fit import Fit
 from benchmarks.research.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.research.continual.suites import TaskData
 from inducekv_vllm.errors import ConfigError

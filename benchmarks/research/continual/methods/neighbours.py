@@ -1,36 +1,28 @@
 """Methods in which no model learns anything: nothing at all, or stored examples that are found by their query keys.
 
 The latter keep examples within the bytes of the memory, in equal shares for all tasks of the stream.
-
-Shapes: n questions, N stored examples, d hidden size, k neighbours.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import safetensors
-import safetensors.torch
-import torch
-from torch import Tensor
 
+from benchmarks.exemplars import EXEMPLARS, KEYS, Neighbours, content_bytes, number_that_fit
 from benchmarks.lora_adapter import memory_bytes
+from benchmarks.question_keys import Key, question_keys
 from benchmarks.research.continual.methods.method import Artifact, Kind, RunContext
-from benchmarks.research.continual.methods.question_keys import Key, question_keys
-from benchmarks.research.continual.methods.rehearsal import content_bytes, number_that_fit
 from benchmarks.research.continual.suites import TaskData
 from inducekv_vllm.backbone.footprint import FLOAT16_BYTES
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
-from selector.runtime.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -42,9 +34,6 @@ class NoMemory:
 
     def learn(self, task: TaskData, previous: Path | None, out: Path, context: RunContext) -> Artifact:
         return Artifact("none", None, 0, {})
-
-
-EXEMPLARS, KEYS = "exemplars", "keys.safetensors"
 
 
 @dataclass(frozen=True)
@@ -101,61 +90,6 @@ class KnnCopier:
         neighbours.write(out / KEYS)
         report = {"examples": len(neighbours), "of_this_task": len(kept), "bytes_allowed": allowed}
         return Artifact("copier", KEYS, neighbours.stored_bytes, report)
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """Keys of N examples, of which kind, and the number of neighbours to use."""
-
-    keys: Tensor  # [N, d] float16
-    k: int
-    key: Key = "paper"
-    answers: tuple[str, ...] = ()  # [N], if the examples themselves are not stored
-
-    @classmethod
-    def none(cls, hidden_size: int, k: int, key: Key = "paper") -> Neighbours:
-        """Nothing stored yet."""
-        return cls(torch.zeros(0, hidden_size, dtype=torch.float16), k, key)
-
-    @classmethod
-    def before(cls, previous: Path | None, backbone: Backbone, k: int, key: Key) -> Neighbours:
-        """Those of the state folder `previous`."""
-        return cls.read(previous / KEYS) if previous else cls.none(backbone.hidden_size, k, key)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def nearest_to(self, backbone: Backbone, examples: Sequence[Example]) -> list[list[int]]:
-        """Rows of the nearest to each of n questions: [n, min(k, N)]. `nearest` says in which order."""
-        return self.nearest(question_keys(backbone, examples, self.key)).tolist()
-
-    def nearest(self, queries: Tensor) -> Tensor:
-        """Rows of the nearest to queries [n, d] float32 of unit norm: [n, min(k, N)] int64.
-
-        The nearest comes first, and of equal ones the first stored.
-        """
-        scores = queries.float() @ self.keys.float().T  # [n, N]
-        return scores.argsort(dim=1, descending=True, stable=True)[:, : self.k]
-
-    def after(self, keys: Tensor, answers: Sequence[str] = ()) -> Neighbours:
-        """With more examples after these; `keys` [n, d] of any float type."""
-        return replace(self, keys=torch.cat([self.keys, keys.half()]), answers=(*self.answers, *answers))
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of the keys, and of the answers in UTF-8."""
-        return self.keys.nbytes + sum(len(answer.encode()) for answer in self.answers)
-
-    def write(self, path: Path) -> None:
-        # In one piece: safetensors writes several metadata entries in any order.
-        metadata = {"neighbours": json.dumps({"k": self.k, "key": self.key, "answers": self.answers})}
-        replace_file(path, safetensors.torch.save({"keys": self.keys.contiguous()}, metadata=metadata))
-
-    @classmethod
-    def read(cls, path: Path) -> Neighbours:
-        with safetensors.safe_open(str(path), framework="pt") as file:
-            metadata = json.loads(file.metadata()["neighbours"])
-            return cls(file.get_tensor("keys"), metadata["k"], metadata["key"], tuple(metadata["answers"]))
 
 
 def share_of_task(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.exemplars import content_bytes, number_that_fit
 from selector.data.anchors import AnchorStore
 from selector.data.choice import choose_anchors
 from selector.data.examples import Example
@@ -32,22 +32,6 @@ def keep_anchors(task: str, training: Sequence[Example], out: Path, count: int, 
     store = AnchorStore(out / ANCHORS)
     store.append([training[row] for row in rows], run=task, policy="random", seed=seed)
     return store.bytes()
-
-
-def content_bytes(example: Example) -> int:
-    """The stored size of an example: its pictures' files, and its questions' and answer's text in UTF-8.
-
-    The paper's budget table counts a picture's JPEG bytes and 2048 bytes of text; these are the actual sizes.
-    """
-    parts = [part for message in example.messages for part in message["content"]]
-    texts = [part["text"] for part in parts if part["type"] == "text"]
-    pictures = sum(path.stat().st_size for path in example.images)
-    return pictures + sum(len(text.encode()) for text in (*texts, example.answer))
-
-
-def number_that_fit(sizes: Iterable[int], allowed: int) -> int:
-    """The number of sizes, from the first one on, whose sum is no more than `allowed`."""
-    return sum(total <= allowed for total in accumulate(sizes))
 
 
 def reservoir(

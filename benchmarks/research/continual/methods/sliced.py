@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from benchmarks.research.continual.methods.fit import Penalty
+from benchmarks.fit import Penalty
 from benchmarks.research.continual.methods.lora import AdapterTraining, Lora
 from inducekv_vllm.errors import ConfigError
 from selector.runtime.files import replace_file

@@ -17,8 +17,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fit import Penalty
 from benchmarks.lora_adapter import FLOAT16_BYTES, memory_bytes
-from benchmarks.research.continual.methods.fit import Penalty
 from benchmarks.research.continual.methods.lora import ADAPTER, AdapterTraining, Lora
 from benchmarks.research.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.research.continual.methods.mixture import put_in
