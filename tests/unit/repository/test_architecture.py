@@ -38,6 +38,7 @@ LAYERS = {
         ("runtime",),
         ("report",),
         ("data",),
+        ("client",),
         ("backbone",),
         ("gate",),
         ("update",),
