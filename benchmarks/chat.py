@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import io
-import mimetypes
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from selector.data.examples import Example
+from selector.client import Message, messages_of, picture_part
 
-Message = dict[str, Any]
+__all__ = ["Message", "chat_body", "messages_of", "normalise_answer", "question_of", "same_answer", "user_turn"]
 
 
 def user_turn(pixels: np.ndarray, text: str) -> Message:
     """One user message: a picture (`[height, width, 3] uint8`), then text."""
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, "PNG")
-    return {"role": "user", "content": [_picture("image/png", png.getvalue()), {"type": "text", "text": text}]}
-
-
-def messages_of(example: Example) -> list[Message]:
-    """The prompt of a task example; its pictures' files go as they are, in the places where the example has them."""
-    paths = iter(example.images)
-
-    def part(content: dict[str, Any]) -> dict[str, Any]:
-        if content["type"] != "image":
-            return content
-        path = next(paths)
-        return _picture(mimetypes.guess_type(path.name)[0] or "image/png", path.read_bytes())
-
-    return [{**message, "content": [part(content) for content in message["content"]]} for message in example.messages]
-
-
-def _picture(media_type: str, data: bytes) -> dict[str, Any]:
-    """A content part that holds the picture itself."""
-    return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{base64.b64encode(data).decode()}"}}
+    return {"role": "user", "content": [picture_part("image/png", png.getvalue()), {"type": "text", "text": text}]}
 
 
 def question_of(record: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The offline side of InduceKV: task data, extraction from a frozen backbone, injection in transformers, selection.
 
-`teach` and `evaluate` are its Python interface; see `selector.api`.
+`teach` and `evaluate` are its Python interface (`selector.api`), and `Server` a running server (`selector.client`).
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import Accuracy, Callback, Columns, Taught, evaluate, teach
+    from .client import Server, ServerError
 
-__all__ = ["Accuracy", "Callback", "Columns", "Taught", "evaluate", "teach"]
+__all__ = ["Accuracy", "Callback", "Columns", "Server", "ServerError", "Taught", "evaluate", "teach"]
 
 
 def __getattr__(name: str) -> Any:
     """Imported when it is first used: commands that read a bundle do not wait for transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("Server", "ServerError"):
+        from . import client
+
+        return getattr(client, name)
     from . import api
 
     return getattr(api, name)

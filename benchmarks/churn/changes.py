@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from inducekv_vllm.host.config import ADMIN_HEADER
+from selector.client import Server
 
 Content = str  # a digest; or what stands for the model without memory
 
@@ -54,13 +54,13 @@ class Admin:
     def __init__(self, client: httpx.AsyncClient, key: str, paths: Mapping[Content, Path]) -> None:
         self.names = Names()
         self.loads = 0
-        self._client, self._headers, self._paths = client, {ADMIN_HEADER: key}, paths
+        self._server, self._paths = Server(str(client.base_url), admin_key=key), paths
 
     async def load(self, name: str, content: Content) -> None:
         """Let the name stand for this content."""
         spans = self.names.spans.setdefault(name, [])
         spans.append(Span(content, time.monotonic()))
-        await self._post("load_memory_bundle", {"name": name, "path": str(self._paths[content]), "replace": True})
+        await asyncio.to_thread(self._server.load, name, self._paths[content])
         spans[-1].there = time.monotonic()
         self.loads += 1
         for before in spans[:-1]:  # a name is never without a bundle while it is replaced
@@ -70,12 +70,8 @@ class Admin:
         """Let the name stand for nothing."""
         span = self.names.spans[name][-1]
         span.left = time.monotonic()
-        await self._post("unload_memory_bundle", {"name": name})
+        await asyncio.to_thread(self._server.unload, name)
         span.gone = time.monotonic()
-
-    async def _post(self, route: str, request: dict[str, object]) -> None:
-        response = await self._client.post(f"/v1/{route}", json=request, headers=self._headers)
-        assert response.status_code == 200, response.text
 
     async def keep_replacing(
         self, name: str, contents: Sequence[Content], every_s: float, unload: bool = False

@@ -34,6 +34,7 @@ from benchmarks.demo.world import TASKS, examples
 from benchmarks.real.model import cache_folder, model_folder
 from benchmarks.server_process import ServerFailed, serving
 from inducekv_vllm.errors import InduceKVError
+from selector.client import Server
 from selector.data.examples import read_task
 from server.demo import BUNDLE, CHECKPOINT
 
@@ -74,9 +75,7 @@ def ask(client: openai.OpenAI, model: str, messages: Sequence[Message], *, trace
 
 def base_model(client: openai.OpenAI, bundle: str) -> str:
     """The name of the untouched model beneath a bundle."""
-    models = list(client.models.list())
-    memory = next(model for model in models if model.id == bundle)
-    return next(model.id for model in models if model.id == (memory.model_extra or {})["parent"])
+    return Server(str(client.base_url).removesuffix("/v1/")).base_model(bundle)
 
 
 def marked(text: str, answer: str) -> str:

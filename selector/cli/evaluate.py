@@ -11,7 +11,8 @@ from rich.table import Table
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError
 
-from .asking import add_asked, base_model, check_asked, require_served, served_answers, served_decisions
+from ..client import Server
+from .asking import add_asked, check_asked, require_served, served_answers, served_decisions
 from .columns import ColumnOptions, columns_of
 from .eval_gate import Asked, Outcomes, decided_here, outcomes
 from .flags import add_flags
@@ -64,7 +65,7 @@ def _by_server(
 
     name = options.name or options.path.stem
     require_served(options.url, name, bundle.digest)
-    models = (base_model(options.url, name), name)
+    models = (Server.from_environment(options.url).base_model(name), name)
     answers = [served_answers(options.url, model, examples, options.max_tokens) for model in models]
     decisions = [] if bundle.gate is None else served_decisions(options.url, name, examples)
     return accuracies(examples, *answers), decisions

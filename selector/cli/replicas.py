@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from inducekv_vllm.bundle import read_bundle
-from inducekv_vllm.errors import ConfigError
 
-from .publishing import load, require_address, served_digest
+from ..client import Server, ServerError
+from .publishing import require_address
 
 SUCCESS, DIFFERENT = 0, 1
 NOTHING = "-"
@@ -35,24 +35,25 @@ def publish(options: argparse.Namespace) -> int:
 
 def _published(url: str, name: str, digest: str, options: argparse.Namespace) -> bool:
     """Load the bundle into one server, unless it serves it or is only asked; print what it serves before and after."""
+    server = Server.from_environment(url)
     try:
-        before = after = served_digest(url, name)
+        before = after = server.digest(name)
         if before != digest and not options.check:
-            _try_to_load(url, name, options)
-            after = served_digest(url, name)
-    except ConfigError as error:
+            _try_to_load(server, name, options)
+            after = server.digest(name)
+    except ServerError as error:
         print(f"{url}: what it serves is unknown: {error}", file=sys.stderr)
         return False
     print(f"{url}: {name} was {before or NOTHING}, is {after or NOTHING}")
     return after == digest
 
 
-def _try_to_load(url: str, name: str, options: argparse.Namespace) -> None:
+def _try_to_load(server: Server, name: str, options: argparse.Namespace) -> None:
     """Print why it fails. It may be done all the same, if it is the answer that does not arrive."""
     try:
-        load(url, name, options.path, options.expected_digest)
-    except ConfigError as error:
-        print(f"{url}: {error}", file=sys.stderr)
+        server.load(name, options.path.resolve(), expected_digest=options.expected_digest)
+    except ServerError as error:
+        print(f"{server.url}: {error}", file=sys.stderr)
 
 
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:

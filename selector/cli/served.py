@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from rich.table import Table
 
+from ..client import Server
 from .gate_tables import print_table
-from .publishing import ask, require_address
+from .publishing import require_address
 
 SUCCESS: Final = 0
 Command = Callable[[argparse.Namespace], int]
@@ -19,7 +20,7 @@ def list_bundles(options: argparse.Namespace) -> int:
     """Print what a server has loaded: names, tasks, versions, and how many requests use them."""
     require_address(options.url, "--url")
     table = Table("name", "digest", "entries", "facts", "tasks", "earlier versions", "requests", box=None)
-    for card in ask(options.url, "memory_bundles")["data"]:
+    for card in Server.from_environment(options.url).bundles():
         tasks, earlier = ", ".join(card["tasks"]), len(card["versions"]) - 1
         cells = (card["entries"], card["facts"], tasks or "-", earlier, card["active_requests"])
         table.add_row(card["name"], card["digest"], *map(str, cells))
@@ -30,7 +31,8 @@ def list_bundles(options: argparse.Namespace) -> int:
 def rollback(options: argparse.Namespace) -> int:
     """Let a name of a server stand for the version before, or for the kept one that --digest names."""
     require_address(options.url, "--url")
-    card = ask(options.url, "rollback_memory_bundle", _body(options, digest=options.digest))
+    server = Server.from_environment(options.url)
+    card = server.rollback(options.name, digest=options.digest, expected_digest=options.expected_digest)
     print(f"{options.url}: {card['name']} is {card['digest']}")
     return SUCCESS
 
@@ -38,14 +40,9 @@ def rollback(options: argparse.Namespace) -> int:
 def unload(options: argparse.Namespace) -> int:
     """Let a name of a server stand for nothing; running requests end with the memory that they have."""
     require_address(options.url, "--url")
-    ask(options.url, "unload_memory_bundle", _body(options))
+    Server.from_environment(options.url).unload(options.name, expected_digest=options.expected_digest)
     print(f"{options.url}: {options.name} is unloaded")
     return SUCCESS
-
-
-def _body(options: argparse.Namespace, **more: str | None) -> dict[str, Any]:
-    given = {"expected_digest": options.expected_digest, **more}
-    return {"name": options.name, **{name: value for name, value in given.items() if value is not None}}
 
 
 def add_commands(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:

@@ -15,6 +15,7 @@ from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 
+from ..client import API_KEY_VARIABLE
 from ..data.choice import ANCHORS_PER_TASK, AnchorPolicy
 from ..paper.settings import PaperSettings
 from ..refined.settings import RefinedSettings
@@ -23,7 +24,6 @@ from ..update.recipes import PAPER, REFINED
 from .columns import ColumnOptions
 from .flags import Parser, add_flags, flag_fields, toml_arguments
 from .gate_questions import BACKGROUND
-from .publishing import API_KEY_VARIABLE
 
 PROGRAM: Final = "inducekv-select"
 RECIPES: Final[dict[str, type[PaperSettings | RefinedSettings]]] = {PAPER: PaperSettings, REFINED: RefinedSettings}

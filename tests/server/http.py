@@ -14,6 +14,7 @@ import openai
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.host.config import ADMIN_HEADER
+from selector.client import Server
 from tests.engine.parity import Prompt, World, largest_deviation
 from tests.server.launch import ADMIN_KEY
 
@@ -61,11 +62,12 @@ def trace_at(url: str, response_id: str, key: str = "none") -> httpx.Response:
 
 
 class Bundles:
-    """The memory routes of a server, for its admin."""
+    """The memory routes of a server, for its admin; `load` and `unload` give the answer, whatever its status."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.headers = {ADMIN_HEADER: ADMIN_KEY}
+        self.server = Server(url, admin_key=ADMIN_KEY)
 
     def load(self, name: str, path: Path | str, **options: Any) -> httpx.Response:
         body = {"name": name, "path": str(path), **options}
@@ -76,7 +78,7 @@ class Bundles:
         return httpx.post(url, json={"name": name}, headers=self.headers, timeout=60)
 
     def list(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/v1/memory_bundles", headers=self.headers, timeout=60).json()  # type: ignore[no-any-return]
+        return self.server.call("GET", "memory_bundles", as_admin=True)
 
     def cards(self) -> dict[str, dict[str, Any]]:
         """By name."""
@@ -85,10 +87,9 @@ class Bundles:
     @contextmanager
     def loaded(self, name: str, path: Path | str) -> Iterator[None]:
         """`name` stands for this bundle, and at the end, for none; then nothing may be left of it."""
-        response = self.load(name, path)
-        assert response.status_code == 200, response.text
+        self.server.load(name, path, replace=False)
         yield
-        assert self.unload(name).status_code == 200
+        self.server.unload(name)
         self.wait_until_drained()
 
     def wait_until_drained(self) -> None:

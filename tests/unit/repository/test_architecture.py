@@ -38,6 +38,7 @@ LAYERS = {
         ("runtime",),
         ("report",),
         ("data",),
+        ("client",),
         ("backbone",),
         ("gate",),
         ("update",),
@@ -176,9 +177,9 @@ def _calls() -> Iterator[tuple[Module, ast.Call]]:
 
 
 def test_only_research_imports_research() -> None:
-    """What a user or CI runs does without it. `benchmarks.archive` draws its pages from the streams' results."""
+    """What a user or CI runs does without it."""
     for module in modules().values():
-        if not module.name.startswith(("benchmarks.research", "benchmarks.archive")):
+        if not module.name.startswith("benchmarks.research"):
             used = {target for target in module.targets(type_only=True) if target.startswith("benchmarks.research")}
             assert not used, f"{module.name} imports {sorted(used)}"
 

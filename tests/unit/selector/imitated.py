@@ -15,7 +15,8 @@ from typing import Any
 class Request:
     path: str
     headers: Any
-    body: Any  # None of a GET
+    body: Any  # None without one
+    method: str = "GET"
 
 
 @contextmanager
@@ -23,14 +24,10 @@ def imitated_server(answer: Callable[[Request], tuple[int, Any]]) -> Iterator[st
     """Yields the address; `answer` gives the status and, as JSON, the body; of a redirect, where to."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(None)
-
-        def do_POST(self) -> None:
-            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def reply(self, body: Any) -> None:
-            status, answered = answer(Request(self.path, self.headers, body))
+        def reply(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+            body = json.loads(sent) if sent else None
+            status, answered = answer(Request(self.path, self.headers, body, self.command))
             self.send_response(status)
             if 300 <= status < 400:
                 self.send_header("Location", answered)
@@ -38,6 +35,8 @@ def imitated_server(answer: Callable[[Request], tuple[int, Any]]) -> Iterator[st
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        do_GET = do_POST = do_PATCH = do_DELETE = reply
 
         def log_message(self, *_: Any) -> None: ...
 

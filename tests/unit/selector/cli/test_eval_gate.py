@@ -12,7 +12,7 @@ import pytest
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import evidence_of
-from selector.cli.publishing import API_KEY_VARIABLE
+from selector.client import API_KEY_VARIABLE
 from selector.data.examples import Example, read_task
 from selector.gate.background import read_background
 from tests.bundles import random_bundle, random_gate
@@ -101,11 +101,14 @@ class FakeServer:
         assert request.path == "/v1/chat/completions"
         self.seen.append(request.body)
         if self.trace is None:
-            return 200, {"choices": []}
+            return 200, ANSWER
         text = json.dumps(request.body["messages"])
         task = "counts" if "squares" in text else None
         gate = {"open": task is not None, "task": task, "closed": None if task else "outside"}
-        return 200, {"kv_transfer_params": {"inducekv": {"gate": gate}}}
+        return 200, ANSWER | {"kv_transfer_params": {"inducekv": {"gate": gate}}}
+
+
+ANSWER = {"id": "chatcmpl-1", "choices": [{"message": {"content": "3"}}]}
 
 
 def test_a_server_is_asked(path: Path, tasks: dict[str, Path], requests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
