@@ -42,6 +42,8 @@ LAYERS = {
         ("gate",),
         ("update",),
         ("paper", "refined"),
+        ("recipes",),
+        ("run",),
         ("api",),
         ("cli",),
     ),
