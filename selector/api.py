@@ -9,30 +9,23 @@ The tensors are the command's, to the bit.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
-from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.bundle import Bundle, read_bundle
 
 from .backbone.model import Backbone
-from .data.choice import ANCHORS_PER_TASK, choose_anchors, hold_out
 from .data.examples import Example, examples_of, read_task
 from .data.records import BY_NAME, Columns
 from .gate.background import read_background
-from .refined.settings import RefinedSettings
-from .refined.update import update_refined
-from .report.files import write_report
+from .recipes import settings_after
+from .run import Anchors, TaskRequest, checked, learn
 from .runtime.callback import Callback
-from .runtime.checkpoint import Checkpoint
 from .update.accuracy import Accuracy, accuracies_of
-from .update.inputs import TaskInputs
 from .update.result import helps
+from .update.settings import REFINED
 
 __all__ = ["Accuracy", "Callback", "Columns", "Data", "Taught", "evaluate", "read", "teach"]
 
@@ -81,34 +74,37 @@ def teach(
         progress: show bars on standard error.
         callbacks: are told of each step of a training, and of the end.
         columns: which columns hold prompt, answer and picture, where their names do not say so.
-        output: write the bundle there, and its report beside it as NAME.report.json and NAME.report.html.
-        settings: of `RefinedSettings`: budget, steps, activation, learning_rate, ...
+        output: write the bundle there, and its report beside it as NAME.report.json and NAME.report.html; the folder is
+            made if it does not exist.
+        settings: of `RefinedSettings`: budget, steps, activation, learning_rate, ...; what all entries of a memory have
+            in common is by default that of `previous`.
 
     Raises:
-        TaskDataError: an example is wrong, too long for the model or already learned, or a loss is not finite.
-        ConfigError: a setting is unknown or out of range, or contradicts the model or the previous memory.
+        TaskDataError: an example is wrong, too long for the model or already learned, a validation example is one of
+            the task's, a base question is a task's, or a loss is not finite.
+        ConfigError: a setting is unknown or out of range, or contradicts the model or the previous memory; nothing can
+            be written to `output`, or another run is writing it.
         UnsupportedModel: the model cannot be loaded, or has no attention that memory can act on.
         BundleError: the bundle cannot be written.
     """
-    given = {"budget": previous.bundle.metadata.budget} if previous else {}
-    chosen = RefinedSettings(**{**given, **settings})
-    backbone = model if isinstance(model, Backbone) else Backbone.load(model)
-    training, held_out = _split(read(examples, task, columns), validation, task, columns, chosen.seed)
-    inputs = TaskInputs(training, held_out, previous.anchors if previous else (), previous.bundle if previous else None)
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint, _ = Checkpoint.open(Path(folder) / "progress", {})
-        result = update_refined(
-            *(backbone, inputs, chosen, checkpoint),
+    before = previous.bundle if previous is not None else None
+    device = str(model.device) if isinstance(model, Backbone) else "cpu"
+    task_to_learn = checked(
+        TaskRequest(
+            load=lambda: _loaded(model),
+            examples=read(examples, task, columns),
+            validation=None if validation is None else read(validation, task, columns),
+            settings=settings_after(before, REFINED, settings, device),
             base=read(base, columns=columns),
             background=read_background(Path(background)) if background else (),
+            previous=before,
+            anchors=Anchors(previous.anchors if previous is not None else ()),
+            output=None if output is None else Path(output),
             progress=progress,
-            callbacks=callbacks,
         )
-    if output is not None:
-        write_bundle(result.bundle, Path(output))
-        write_report(Path(output), result.report)
-    kept = _anchors(training, chosen.seed, result.training_keys)
-    return Taught(result.bundle, result.report, (*inputs.anchors, *kept))
+    )
+    learned = learn(task_to_learn, callbacks=callbacks)
+    return Taught(learned.bundle, learned.report, (*task_to_learn.inputs.anchors, *learned.anchors))
 
 
 def evaluate(
@@ -129,7 +125,7 @@ def evaluate(
         BundleError: the file is missing or damaged.
         FingerprintMismatch: the bundle was made for another model.
     """
-    backbone = model if isinstance(model, Backbone) else Backbone.load(model)
+    backbone = _loaded(model)
     read_in = bundle if isinstance(bundle, Bundle) else read_bundle(Path(bundle))
     return accuracies_of(backbone, read_in, read(questions, columns=columns), max_tokens)
 
@@ -143,16 +139,5 @@ def read(data: Data, task: str | None = None, columns: Columns = BY_NAME) -> lis
     return examples_of(rows, Path(), columns, "task", "the rows") if rows else []
 
 
-def _split(
-    examples: Sequence[Example], validation: Data | None, task: str | None, columns: Columns, seed: int
-) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Training and validation examples, as the command splits them."""
-    if validation is not None:
-        return examples, read(validation, task, columns)
-    if len(examples) < 2:
-        raise TaskDataError("a tenth of the examples is held out for validation: give two at least, or `validation`")
-    return hold_out(examples, seed)
-
-
-def _anchors(training: Sequence[Example], seed: int, keys: Tensor) -> list[Example]:
-    return [training[row] for row in choose_anchors(training, ANCHORS_PER_TASK, "random", seed, keys=keys)]
+def _loaded(model: str | Path | Backbone) -> Backbone:
+    return model if isinstance(model, Backbone) else Backbone.load(model)

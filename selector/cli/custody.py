@@ -13,7 +13,7 @@ from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.files import audit_chain
 
 from ..gate.settings import DEFAULT_MISSES
-from .flags import require_output
+from ..runtime.files import require_output
 from .gate_questions import BACKGROUND, read_background_of
 from .gate_tables import print_prices_of
 from .loading import load_backbone

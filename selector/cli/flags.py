@@ -114,22 +114,6 @@ def error_line(program: str, error: InduceKVError) -> str:
     return "\n".join(lines)
 
 
-def require_output(path: Path, *, folder_is_made: bool = False) -> None:
-    """Raises ConfigError: a file cannot be written at `path`.
-
-    Args:
-        folder_is_made: the command makes the folder, so that it may be missing.
-    """
-    if folder_is_made:
-        there = next(parent for parent in path.absolute().parents if parent.exists())
-        if not there.is_dir():
-            raise ConfigError(f"--output {path}: the folder {path.parent} cannot be made: {there} is no folder")
-    elif not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: the folder {path.parent} does not exist")
-    if path.is_dir():
-        raise ConfigError(f"--output {path} is a folder, expected the name of a file")
-
-
 def _plain_type(annotation: Any) -> Any:
     """The type without `| None`."""
     if get_origin(annotation) in (Union, types.UnionType):

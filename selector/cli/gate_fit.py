@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from inducekv_vllm.bundle import Gate, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
 
-from .flags import require_output
-from .gate_questions import add_fit_flags, fit_settings, read_background_of, read_base
+from ..runtime.files import require_output
+from .gate_questions import add_fit_flags, fit_settings, read_background_of
 from .gate_tables import print_prices_of
 from .loading import load_backbone
 from .traffic import read_traffic
@@ -37,14 +37,15 @@ def gate_fit(options: argparse.Namespace) -> int:
         raise BundleError(f"{options.path}: the bundle has no relevance gate")
     traffic = read_traffic(options.from_log, gate) if options.from_log else None
     own = _questions(options.task, gate)
-    base = read_base(options.base, [example for examples in own.values() for example in examples], "a task")
     background = read_background_of(options.background)
 
+    from ..data.examples import read_task
     from ..gate.fit import check_questions, fit_gate
     from ..gate.refit import refit_gate
     from ..update.regate import with_gate
 
-    check_questions(own, background)
+    base = read_task(options.base)
+    check_questions(own, background, base)
     backbone = load_backbone(options.model, options.device)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
     misses, seed = settings.gate_misses, settings.seed

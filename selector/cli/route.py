@@ -10,7 +10,7 @@ from pathlib import Path
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 
-from .flags import require_output
+from ..runtime.files import require_output
 from .gate_questions import add_fit_flags, fit_settings, read_background_of
 from .gate_tables import print_prices_of
 from .loading import load_backbone
@@ -34,7 +34,7 @@ def route(options: argparse.Namespace) -> int:
     base = read_task(options.base)
     background = read_background_of(options.background)
     adapters = {task: TaskAdapter(folder, read_task(data)) for task, folder, data in folders}
-    check_questions({task: adapter.examples for task, adapter in adapters.items()}, background)
+    check_questions({task: adapter.examples for task, adapter in adapters.items()}, background, base)
     bundle, fitted = route_bundle(
         load_backbone(options.model, options.device),
         base,

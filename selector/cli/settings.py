@@ -18,16 +18,15 @@ from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
 from ..client import API_KEY_VARIABLE
 from ..data.choice import ANCHORS_PER_TASK, AnchorPolicy
 from ..paper.settings import PaperSettings
+from ..recipes import DEFAULT_RECIPE, RECIPES, RecipeSettings, settings_after
 from ..refined.settings import RefinedSettings
 from ..runtime.settings import Flag
-from ..update.recipes import PAPER, REFINED
+from ..update.settings import PAPER, REFINED
 from .columns import ColumnOptions
 from .flags import Parser, add_flags, flag_fields, toml_arguments
 from .gate_questions import BACKGROUND
 
 PROGRAM: Final = "inducekv-select"
-RECIPES: Final[dict[str, type[PaperSettings | RefinedSettings]]] = {PAPER: PaperSettings, REFINED: RefinedSettings}
-DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/research/continual
 Preset = Literal["quick", "best"]
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -108,7 +107,7 @@ def choose_recipe(options: SelectOptions, previous: Bundle | None) -> str:
 
 def recipe_settings(
     recipe: str, options: SelectOptions, values: dict[str, Any], previous: Bundle | None
-) -> PaperSettings | RefinedSettings:
+) -> RecipeSettings:
     """The recipe's settings: the given values, the previous bundle's budget and form, and defaults for the rest.
 
     Raises:
@@ -123,16 +122,7 @@ def recipe_settings(
             raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe 'refined' only")
     if options.preset:
         values = {**PRESETS[options.preset], **values}
-    if previous is not None:
-        values = {"budget": previous.metadata.budget, **values}
-        form = previous.metadata.form
-        if recipe == previous.metadata.recipe == REFINED and values.get("form", form) == form:
-            # What all entries of a memory have in common.
-            shared = {name: getattr(previous.metadata, name) for name in ("form", "weighting", "payload_tokens")}
-            shared |= {n: v for n, v in previous.metadata.settings.items() if n == "entries_per_task"}
-            shape = previous.metadata.output_map
-            values = {**shared, "map_rank": 0 if shape is None else shape.rank, **values}
-    return RECIPES[recipe](**values)
+    return settings_after(previous, recipe, values, options.device)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Final
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
+from ..runtime.files import require_output
 from .columns import ColumnOptions, columns_of
-from .flags import add_flags, require_output
+from .flags import add_flags
 from .loading import load_backbone
 
 if TYPE_CHECKING:

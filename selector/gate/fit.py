@@ -13,7 +13,7 @@ import torch
 
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Gate
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import ConfigError, TaskDataError
 
 from ..backbone.model import Backbone
 from ..backbone.token_values import layers_of_gate, token_values
@@ -87,8 +87,19 @@ def fit_gate(
     return FittedGate(gate, trained.prices, {"features": seen - began, "training": time.monotonic() - seen})
 
 
-def check_questions(own: Mapping[str, Sequence[Example]], background: Sequence[Example] = ()) -> None:
-    """Refuse tasks that no gate can tell from each other or from everyday requests. Raises ConfigError."""
+def check_questions(
+    own: Mapping[str, Sequence[Example]], background: Sequence[Example] = (), base: Sequence[Example] = ()
+) -> None:
+    """Refuse what no gate can tell from each other.
+
+    Raises:
+        ConfigError: two tasks have the same questions, everyday requests are those of a task, or background requests.
+        TaskDataError: base questions are those of a task.
+    """
+    task_of = {example.source_digest: task for task, examples in own.items() for example in examples}
+    for example in base:
+        if (task := task_of.get(example.source_digest)) is not None:
+            raise TaskDataError(f"base question {example.id!r} is also a question of the task {task!r}")
     everyday = {request.text.casefold() for request in everyday_requests()}
     known = {example.source_digest: example for example in background}
     seen: dict[str, set[str]] = {}

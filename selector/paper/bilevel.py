@@ -171,8 +171,10 @@ def outer_step(weights: Tensor, gradient: Tensor, settings: SelectionSettings) -
     return project(weights - settings.outer_step * gradient, settings.budget)
 
 
-def save_state(checkpoint: Checkpoint, name: str, state: SelectionState) -> None:
+def save_state(checkpoint: Checkpoint | None, name: str, state: SelectionState) -> None:
     """Raises ConfigError: the file cannot be written; the previous state stays."""
+    if checkpoint is None:
+        return
     calibration = state.calibration
     tensors = {
         "weights": state.weights,
@@ -188,10 +190,9 @@ def save_state(checkpoint: Checkpoint, name: str, state: SelectionState) -> None
     checkpoint.write(name, tensors, progress)
 
 
-def load_state(checkpoint: Checkpoint, name: str) -> SelectionState | None:
+def load_state(checkpoint: Checkpoint | None, name: str) -> SelectionState | None:
     """The state saved last under `name`, if any. Raises ConfigError: the file is damaged."""
-    saved = checkpoint.read(name)
-    if saved is None:
+    if checkpoint is None or (saved := checkpoint.read(name)) is None:
         return None
     tensors, progress = saved
     try:

@@ -16,7 +16,7 @@ from ..backbone.injection import Memory
 from ..backbone.scoring import Questions
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
-from ..update.recipes import PAPER
+from ..update.settings import PAPER
 from .bilevel import SelectionResult
 from .objective import Objective, log_prior
 from .simplex import effective_entries, support_size

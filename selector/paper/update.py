@@ -27,8 +27,8 @@ from ..runtime.phases import Phases
 from ..runtime.progress import progress_bar
 from ..update.coverage import Coverage
 from ..update.inputs import TaskInputs, check_inputs
-from ..update.recipes import PAPER
 from ..update.result import UpdateResult
+from ..update.settings import PAPER
 from .bilevel import SelectionProblem, SelectionResult, SelectionState, load_state, save_state, select
 from .calibration import Calibration
 from .candidate_pool import CandidatePool
@@ -46,13 +46,15 @@ def update_paper(
     backbone: Backbone,
     inputs: TaskInputs,
     settings: PaperSettings,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None = None,
     *,
     progress: bool = False,
 ) -> UpdateResult:
     """Select the next memory; the same inputs and settings give the same digest, interrupted or not.
 
-    The candidates' payloads are kept in the checkpoint's folder.
+    Args:
+        checkpoint: keeps the progress, and the candidates' payloads in its folder; None: nothing is kept, and the
+            payloads are in main memory.
 
     Raises:
         TaskDataError: an example has no answer, is too long for the model or already in the memory, or a loss is not
@@ -72,7 +74,7 @@ def update_paper(
             settings.payload_tokens,
             batch_size=settings.batch_size,
             payload_dtype=torch.float16,
-            store=_open_store(backbone, inputs, settings, checkpoint),
+            store=None if checkpoint is None else _open_store(backbone, inputs, settings, checkpoint),
             progress=progress,
         )
         validation = _questions(backbone, inputs.validation, settings, progress)
@@ -151,7 +153,7 @@ def _select_all(
     validation: Questions,
     settings: PaperSettings,
     pairs: Sequence[tuple[float, float]],
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     progress: bool,
 ) -> list[SelectionResult]:
     """Optimise and round for every pair, resuming from the checkpoint."""

@@ -85,7 +85,7 @@ def search(
     problem: TrainingProblem,
     settings: RefinedSettings,
     gate_layer: int,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     progress: bool,
     callbacks: Sequence[Callback] = (),
 ) -> Search:
@@ -194,7 +194,7 @@ def active_from(scorer: Scorer, questions: Questions, activation: Activation) ->
 
 
 def _train(
-    candidate: Candidate, step: int, checkpoint: Checkpoint, progress: bool, callbacks: Sequence[Callback]
+    candidate: Candidate, step: int, checkpoint: Checkpoint | None, progress: bool, callbacks: Sequence[Callback]
 ) -> Memory:
     """Up to that step. Raises TaskDataError, BundleError: it diverges."""
     with progress_bar(f"Training, {candidate.title}, to step {step}", step, progress) as advance:

@@ -8,7 +8,7 @@ from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
 from ..data.examples import Example
 from ..update.inputs import TaskInputs
-from ..update.recipes import REFINED
+from ..update.settings import REFINED
 from .settings import RefinedSettings
 
 

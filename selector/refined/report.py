@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,12 +10,11 @@ from inducekv_vllm.bundle import Bundle
 
 from ..backbone.bundled_model import BundledModel, openings
 from ..backbone.scoring import Questions, Scorer
-from ..data.examples import Example
 from ..gate.fit import FittedGate
 from ..update.answers import MOST_BASE, answers_of, shares, some
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
-from ..update.recipes import REFINED
+from ..update.settings import REFINED
 from .candidates import Candidate, Search
 
 
@@ -24,8 +22,6 @@ def report_update(
     scorer: Scorer,
     inputs: TaskInputs,
     validation: Questions,
-    base: Sequence[Example],
-    background_requests: int,
     bundle: Bundle,
     fitted: FittedGate,
     found: Search | None,
@@ -44,8 +40,8 @@ def report_update(
             "from_previous": sum(inputs.entries_by_task.values()),
             "validation_examples": len(inputs.validation),
             "anchors": len(inputs.anchors),
-            "base_questions": len(base),
-            "background_requests": background_requests,
+            "base_questions": len(inputs.base),
+            "background_requests": len(inputs.background),
         },
         "refinement": {"history": [asdict(record) for record in found.history] if found is not None else []},
         "activation": {
@@ -60,7 +56,7 @@ def report_update(
             "tasks": list(fitted.gate.tasks),
             "thresholds": fitted.gate.thresholds.tolist(),
             "prices": [asdict(price) for price in fitted.prices],
-            "openings": _openings(with_bundle, bundle, inputs, base),
+            "openings": _openings(with_bundle, bundle, inputs),
         },
         "memory_bytes": memory_bytes(bundle),
         "validation_nll": None,
@@ -77,8 +73,8 @@ def report_update(
         (_, most), *_ = Counter(example.answer for example in inputs.validation).most_common(1)
         guessing = {"most_frequent_answer": most / len(inputs.validation)}
         report |= {"validation_accuracy": shares(answers) | guessing, "answers": some(answers)}
-    if base:
-        asked = base[:MOST_BASE]
+    if inputs.base:
+        asked = inputs.base[:MOST_BASE]
         report["base_accuracy"] = shares(answers_of(with_bundle, without, asked)) | {"questions": len(asked)}
     return report
 
@@ -94,10 +90,10 @@ def _of_candidate(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _openings(model: BundledModel, bundle: Bundle, inputs: TaskInputs, base: Sequence[Example]) -> list[dict[str, Any]]:
+def _openings(model: BundledModel, bundle: Bundle, inputs: TaskInputs) -> list[dict[str, Any]]:
     """How often the gate opens, by task and kind of question; the gate was fitted to all of them."""
     rates = []
-    for split, examples in (("validation", inputs.validation), ("anchors", inputs.anchors), ("base", base)):
+    for split, examples in (("validation", inputs.validation), ("anchors", inputs.anchors), ("base", inputs.base)):
         for task in dict.fromkeys(example.task for example in examples):
             asked = [example for example in examples if example.task == task]
             shares = openings(bundle, task, model.evidence(asked))

@@ -68,13 +68,13 @@ class StepRecord:
 
 def train(
     training: Training,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     name: str,
     after_step: Callable[[Training], None] = lambda training: None,
     *,
     until: int | None = None,
 ) -> Memory:
-    """Take all steps, or those until nothing is gained, resuming from the checkpoint under `name`.
+    """Take all steps, or those until nothing is gained, resuming from the checkpoint under `name`, if there is one.
 
     Args:
         until: the step to stop at; None for the last one.
@@ -199,7 +199,7 @@ class Training:
         if self.checks[-1] == min(self.checks):
             self.best = now
 
-    def compare(self, step: int, checkpoint: Checkpoint, name: str) -> Tensor:
+    def compare(self, step: int, checkpoint: Checkpoint | None, name: str) -> Tensor:
         """NLL of validation questions [at most `CHECKED`] after that step, as it was when this was first asked for.
 
         Raises:
@@ -217,8 +217,10 @@ class Training:
         first_active = None if validation.first_active is None else validation.first_active[rows]
         return Questions([validation.examples[row] for row in rows], validation.keys[rows], first_active)
 
-    def save(self, checkpoint: Checkpoint, name: str) -> None:
+    def save(self, checkpoint: Checkpoint | None, name: str) -> None:
         """Raises ConfigError: the file cannot be written; the previous state stays."""
+        if checkpoint is None:
+            return
         tensors = {f"parameters.{key}": parameter.detach() for key, parameter in self.parameters.items()}
         tensors |= {f"best.{key}": tensor for key, tensor in self.best.items()}
         for key, optimizer in self.optimizers.items():
@@ -229,14 +231,13 @@ class Training:
         compared = {str(step): losses for step, losses in self.compared.items()}
         checkpoint.write(name, tensors, {**progress, "compared": compared})
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
+    def load(self, checkpoint: Checkpoint | None, name: str) -> None:
         """Resume from what was saved last under `name`, if anything.
 
         Raises:
             ConfigError: the file is damaged.
         """
-        saved = checkpoint.read(name)
-        if saved is None:
+        if checkpoint is None or (saved := checkpoint.read(name)) is None:
             return
         tensors, progress = saved
         try:

@@ -24,15 +24,14 @@ from ..backbone.injection import Memory
 from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
-from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
 from ..runtime.callback import Callback
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
 from ..update.facts import facts_that_suffice, with_facts_that_help
 from ..update.inputs import TaskInputs, check_inputs
-from ..update.recipes import REFINED
 from ..update.result import UpdateResult
+from ..update.settings import REFINED
 from .candidates import Search, search
 from .checks import check_tasks, own_questions
 from .entries import check_rank, initial_entries
@@ -45,19 +44,15 @@ def update_refined(
     backbone: Backbone,
     inputs: TaskInputs,
     settings: RefinedSettings,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None = None,
     *,
-    base: Sequence[Example] = (),
-    background: Sequence[Example] = (),
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> UpdateResult:
     """Choose, train and gate; the same inputs and settings give the same digest, interrupted or not.
 
     Args:
-        base: questions that the model answers well by itself, for which the gate should stay closed; their answers are
-            not used.
-        background: requests that need no memory, besides those of the package.
+        checkpoint: keeps the progress; None: nothing is kept.
         callbacks: are told of each step.
 
     Raises:
@@ -72,16 +67,23 @@ def update_refined(
         check_rank(backbone, settings)
         if settings.form == "merged":
             backbone.require_full_attention()
-        check_inputs(scorer, inputs, settings, REFINED, (*base, *background), progress)
+        check_inputs(scorer, inputs, settings, REFINED, progress)
     with phases.phase("extract"):
         options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": progress}
         training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
         validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
         entries, records = initial_entries(backbone, inputs, settings, training.keys)
     with phases.phase("gate"):
-        misses, seed = settings.gate_misses, settings.seed
-        fitted = fit_gate(backbone, own_questions(inputs), base, background=background, misses=misses, seed=seed)
-    counts = {"anchors": len(inputs.anchors), "base_questions": len(base), "background_requests": len(background)}
+        fitted = fit_gate(
+            backbone,
+            own_questions(inputs),
+            inputs.base,
+            background=inputs.background,
+            misses=settings.gate_misses,
+            seed=settings.seed,
+        )
+    counts = {"anchors": len(inputs.anchors), "base_questions": len(inputs.base)}
+    counts |= {"background_requests": len(inputs.background)}
     bundle, facts = None, dict[str, Any]()
     found: Search | None = None
     if settings.facts == "search" and settings.form == "decoupled":
@@ -99,7 +101,7 @@ def update_refined(
             if settings.facts == "search":
                 bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
     with phases.phase("measure"), tiled_attention(backbone):
-        report = report_update(scorer, inputs, validation, base, len(background), bundle, fitted, found)
+        report = report_update(scorer, inputs, validation, bundle, fitted, found)
     report |= {"facts": facts, "phases": phases.records}
     for callback in callbacks:
         callback.on_end(report)

@@ -89,7 +89,7 @@ class Checkpoint:
         return datetime.fromisoformat(json.loads((self.folder / IDENTITY).read_bytes())["began"])
 
     def finish(self, digest: str) -> None:
-        """Record that the bundle of this digest is written. For the main process only.
+        """Record that the bundle of this digest is written.
 
         Raises:
             ConfigError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Progress on standard error, shown by the main process: bars on a terminal, elsewhere a line every so often."""
+"""Progress on standard error: bars on a terminal, elsewhere a line every so often."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from ..backbone.model import Backbone
 from ..data.choice import pick
 from ..data.examples import Example, entry_records
 from .parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
-from .recipes import BUILD
-from .settings import BuildSettings
+from .settings import BUILD, BuildSettings
 
 
 def build_bundle(

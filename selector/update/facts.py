@@ -19,8 +19,8 @@ from ..backbone.facts import fact_reader
 from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 from .inputs import TaskInputs
-from .recipes import REFINED
 from .regate import with_gate
+from .settings import REFINED
 
 
 def fact_of_example(example: Example, id: str, picture: str | None = None) -> FactRecord | None:

@@ -20,7 +20,7 @@ from inducekv_vllm.errors import BundleError, ConfigError
 
 from ..backbone.model import Backbone
 from ..data.examples import Example
-from ..gate.fit import FittedGate, fit_gate
+from ..gate.fit import FittedGate, check_questions, fit_gate
 from ..gate.settings import DEFAULT_MISSES
 
 
@@ -139,6 +139,7 @@ def refitted_gate(
         BundleError: the bundle's tasks have adapters.
         ConfigError: there are no anchors of a task, no base questions or background requests although the gate was
             fitted to some, or no gate can tell the tasks apart.
+        TaskDataError: a base question is one of a task's.
     """
     metadata = bundle.metadata
     if bundle.gate is None:
@@ -159,6 +160,7 @@ def refitted_gate(
         if not examples:
             raise ConfigError(f"the gate cannot be fitted again: there are no anchors of the task {task!r}")
         own[task] = examples
+    check_questions(own, background, base)
     misses, seed = (
         metadata.settings.get(name, usual) for name, usual in (("gate_misses", DEFAULT_MISSES), ("seed", 0))
     )

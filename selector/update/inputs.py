@@ -11,10 +11,11 @@ from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
 from ..backbone.model import Backbone
 from ..backbone.scoring import Scorer
+from ..data.choice import hold_out
 from ..data.examples import Example
 from ..runtime.progress import track
 from .measures import composition
-from .recipes import REFINED
+from .settings import REFINED
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class TaskInputs:
     validation: Sequence[Example]  # never candidates; may be empty if nothing is searched
     anchors: Sequence[Example]  # of earlier tasks; may be empty
     previous: Bundle | None
+    # For the gate of the refined recipe: questions that the model answers well by itself, whose answers are not used,
+    # and requests that need no memory, besides those of the package.
+    base: Sequence[Example] = ()
+    background: Sequence[Example] = ()
 
     @property
     def entries_by_task(self) -> dict[str, int]:
@@ -49,18 +54,39 @@ class UpdateSettings(Protocol):
     def payload_tokens(self) -> int: ...
 
 
-def check_inputs(
-    scorer: Scorer,
-    inputs: TaskInputs,
-    settings: UpdateSettings,
-    recipe: str,
-    others: Sequence[Example] = (),
-    progress: bool = False,
-) -> None:
-    """Check that the recipe can continue the previous memory, and learn from the examples.
+def divided(
+    examples: Sequence[Example], validation: Sequence[Example] | None, seed: int
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Training and validation examples.
 
     Args:
-        others: what the model is to read beside the inputs' examples.
+        validation: None: a tenth of the examples is held out, which the seed chooses.
+
+    Raises:
+        TaskDataError: there are too few examples, or a validation example is one of them.
+    """
+    if not examples:
+        raise TaskDataError("the training data holds no examples")
+    if validation is None:
+        if len(examples) < 2:
+            raise TaskDataError(
+                "a tenth is held out for validation: expected two examples at least, or validation examples of their "
+                f"own, found {len(examples)}"
+            )
+        return hold_out(examples, seed)
+    if not validation:
+        raise TaskDataError("the validation data holds no examples")
+    digests = {example.source_digest for example in examples}
+    for example in validation:
+        if example.source_digest in digests:
+            raise TaskDataError(f"validation example {example.id!r} is also a training example")
+    return examples, validation
+
+
+def check_inputs(
+    scorer: Scorer, inputs: TaskInputs, settings: UpdateSettings, recipe: str, progress: bool = False
+) -> None:
+    """Check that the recipe can continue the previous memory, and learn from the examples.
 
     Raises:
         BundleError, FingerprintMismatch: the previous memory was made for another backbone, by another recipe, or with
@@ -70,7 +96,8 @@ def check_inputs(
     """
     check_previous(scorer.backbone, inputs, settings.budget, settings.payload_tokens, recipe)
     check_answers(inputs)
-    require_context(scorer, (*inputs.training, *inputs.validation, *inputs.anchors, *others), progress)
+    read = (*inputs.training, *inputs.validation, *inputs.anchors, *inputs.base, *inputs.background)
+    require_context(scorer, read, progress)
 
 
 def check_answers(inputs: TaskInputs) -> None:

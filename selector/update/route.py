@@ -21,7 +21,7 @@ from ..backbone.model import Backbone
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
 from ..gate.settings import GateSettings
-from .recipes import ROUTE
+from .settings import ROUTE
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The settings of `inducekv-bundle build`."""
+"""The recipes' names, as bundles record them, and the settings of `inducekv-bundle build`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
@@ -11,6 +11,11 @@ from inducekv_vllm.retrieval.entry_terms import MergedWeighting
 
 from ..data.choice import Policy
 from ..runtime.settings import Flag, Seed, Settings
+
+BUILD: Final = "build"  # extraction alone
+ROUTE: Final = "route"  # no entries, an adapter for each task
+PAPER: Final = "paper"
+REFINED: Final = "refined"
 
 
 class BuildSettings(Settings):

@@ -43,6 +43,8 @@ LAYERS = {
         ("gate",),
         ("update",),
         ("paper", "refined"),
+        ("recipes",),
+        ("run",),
         ("api",),
         ("cli",),
     ),

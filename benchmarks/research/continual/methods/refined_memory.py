@@ -46,7 +46,8 @@ class Refined(SelectedMemory):
         self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
     ) -> UpdateResult:
         settings = self.settings(backbone, context)
-        return update_refined(backbone, inputs, settings, checkpoint, base=context.base if self.base else ())
+        inputs = replace(inputs, base=context.base if self.base else ())
+        return update_refined(backbone, inputs, settings, checkpoint)
 
     def settings(self, backbone: Backbone, context: RunContext) -> RefinedSettings:
         share = max(1, context.budget // context.num_tasks)

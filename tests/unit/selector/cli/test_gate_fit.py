@@ -161,7 +161,10 @@ def test_what_is_refused_leaves_nothing(
         (files.arguments(old, "--gate-misses", "0.6"), "gate_misses must be at most 0.5, found 0.6"),
         (files.arguments(old, "--gate-misses", "-0.1"), "gate_misses must be at least 0, found -0.1"),
         (files.arguments(old, "--seed", str(2**63)), f"seed must be below {2**63}, found {2**63}"),
-        (files.arguments(old, "--base", files.tasks["counts"]), "base question 'counts0' is also a question of a task"),
+        (
+            files.arguments(old, "--base", files.tasks["counts"]),
+            "base question 'counts0' is also a question of the task 'counts'",
+        ),
         (files.arguments(old, "--background", tmp_path / "none.txt"), "cannot read the background requests"),
         (files.arguments(old, "--background", asked, "--task", text), "is also a question of the task 'counts'"),
         (files.arguments(old, "--output", old), "is the bundle itself, which stays as it is"),

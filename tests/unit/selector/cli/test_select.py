@@ -109,9 +109,9 @@ def test_killed_at_any_moment_it_ends_with_the_same_digest(
 @pytest.mark.parametrize(
     ("writer", "is_written"),
     [
-        ("selector.cli.outputs.write_bundle", False),
+        ("selector.update.outputs.write_bundle", False),
         ("selector.data.anchors.AnchorStore.append", True),
-        ("selector.cli.outputs.write_report", True),
+        ("selector.update.outputs.write_report", True),
     ],
 )
 def test_stopped_while_it_writes_it_ends_with_the_same_digest(
@@ -191,7 +191,7 @@ def test_wrong_arguments_are_refused(stream: Stream, options: list[str], message
     ("records", "message"),
     [
         ([], "holds no examples"),
-        ([record(0)], "use --validation"),
+        ([record(0)], "a tenth is held out for validation"),
         ([record(0), record(1, answer="word " * 5000), record(2)], "example 'e1' of task 'colours' has"),
     ],
     ids=["none", "one", "longer than the context"],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inducekv_vllm.bundle import Bundle, bundle_digest, with_entries
-from inducekv_vllm.errors import BundleError, ConfigError
+from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.model import Backbone
 from selector.data.examples import Example, read_task
 from selector.gate.fit import fit_gate
@@ -133,6 +133,8 @@ def test_the_gate_is_fitted_again_without_what_is_forgotten(llava: Backbone, tmp
 
     with pytest.raises(ConfigError, match="there are no anchors of the task 'c'"):
         refitted_gate(backbone, bundle, rows, anchors["a"], base)
+    with pytest.raises(TaskDataError, match="base question 'e1' is also a question of the task 'a'"):
+        refitted_gate(backbone, bundle, rows, everything, [*base, anchors["a"][1]])
     with pytest.raises(ConfigError, match=r"fitted to base questions too.*--base"):
         refitted_gate(backbone, bundle, rows, everything, [])
     asked = with_entries(

@@ -17,7 +17,7 @@ from ..data.anchors import AnchorStore
 from ..data.choice import AnchorPolicy
 from ..data.examples import Example
 from ..report.files import write_report
-from ..update.result import UpdateResult
+from .result import UpdateResult
 
 
 @contextlib.contextmanager
@@ -41,13 +41,13 @@ def _locked(path: Path, output: Path) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = lock_file(path)
     except OSError as error:
-        raise ConfigError(f"--output {output}: cannot write there: {error.strerror}") from error
+        raise ConfigError(f"output {output}: cannot write there: {error.strerror}") from error
     if lock is not None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), path.stat()):  # not of a file that a run has removed at its end
                 return lock
         os.close(lock)
-    raise ConfigError(f"--output {output}: another run is writing it: wait for its end, or name another file")
+    raise ConfigError(f"output {output}: another run is writing it: wait for its end, or name another file")
 
 
 @dataclass(frozen=True)
