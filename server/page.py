@@ -14,8 +14,8 @@ from fastapi.responses import HTMLResponse, Response
 
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.trace import describe_facts, describe_gate
-from inducekv_vllm.engine.wire import Decision
 from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.protocol import Decision
 
 from .requests import TAG, Admin, error_answer, errors
 from .schemas import MemoryDecision, MemoryDecisions

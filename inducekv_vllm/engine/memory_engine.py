@@ -25,7 +25,8 @@ from vllm.sampling_params import SamplingParams
 from ..backbone.placeholders import placeholder_ids
 from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..host.config import InduceKVConfig
-from .memory import Memory, undisputed
+from ..protocol import Decision, decision_without_worker
+from .memory import Memory
 from .metrics import BundleMetrics
 from .observation import Observation, observing
 from .options import (
@@ -41,7 +42,6 @@ from .owner import OWNER
 from .pictures import picture_params, state_in
 from .stopping import EngineStop
 from .trace import describe
-from .wire import Decision
 
 RecordAnswer = Callable[[str, str, dict[str, Any]], Awaitable[None]]
 NoteFacts = Callable[[str, Sequence[str]], None]
@@ -160,7 +160,7 @@ class MemoryEngine:
             outputs = self._plain_generate(
                 prompt, with_spec(params, spec), request_id, lora_request=lease.adapter, **options
             )
-            decision = undisputed(spec)
+            decision = decision_without_worker(spec)
             is_noted = False
             async with contextlib.aclosing(outputs):
                 async for output in outputs:

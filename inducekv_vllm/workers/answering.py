@@ -17,9 +17,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from ..engine.wire import EXTRA_ARGS_KEY
 from ..facts import Answers, mixed, next_tokens
 from ..facts.answers import mixed_rows
+from ..protocol import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

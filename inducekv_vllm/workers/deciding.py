@@ -12,10 +12,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import MemoryIndex, MemoryLookup
 from ..engine.gate_log import GateLog
-from ..engine.wire import DECISIONS, DecideSpec, Decision, InjectionSpec
-from ..errors import InduceKVError
 from ..facts import packed
-from .undecided import Undecided
+from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from .undecided import Undecided, failure_of
 
 Completed = Sequence[tuple[str, Undecided]]
 
@@ -42,45 +41,52 @@ class Deciding:
         return {request_id: request.decision or self.decide(request) for request_id, request in completed}
 
     def decide(self, request: Undecided) -> Decision:
-        """Wait for what the prompt tells, and decide."""
+        """Wait for what the prompt tells, and decide. Whatever raises ends this request, and no other."""
         began = time.perf_counter()
         try:
-            features = request.features()
-            if request.bundle is None:
-                return Decision(None, picture=None if features.picture is None else packed(features.picture))
-            index = request.bundle.index
-            lookup = index.lookup(features, request.spec.top_k)
-        except InduceKVError as error:
-            return Decision(None, error=str(error))
-        gate, retrieval, facts = lookup.gate_decision, lookup.retrieval, request.bundle.facts
+            decision = self._decide(request)
+        except Exception as error:
+            return Decision(Failed(str(failure_of(error))))
+        return decision if request.bundle is None else replace(decision, seconds=time.perf_counter() - began)
+
+    def _decide(self, request: Undecided) -> Decision:
+        features = request.features()
+        if request.bundle is None:
+            return Decision(Untouched(), picture=None if features.picture is None else packed(features.picture))
+        index, facts = request.bundle.index, request.bundle.facts
+        lookup = index.lookup(features, request.spec.top_k)
+        gate, retrieval = lookup.gate_decision, lookup.retrieval
         if gate is not None and features.evidence is not None:
             self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
-        decision = Decision(
-            injection=injection_of(index, request.spec, lookup, request.token_ids, self._placeholders),
+        found = None
+        if facts is not None:
+            found = facts.find(request.token_ids, () if gate is None else gate.fact_tasks, features.picture)
+        return Decision(
+            outcome=outcome_of(index, request.spec, lookup, request.token_ids, self._placeholders),
             task=gate.task if gate is not None else None,
             margins=tuple(gate.margins.tolist()) if gate is not None else None,
-            closed=gate.closed if gate is not None else None,
             similarity=retrieval.similarity if retrieval is not None else None,
             valid_until=expiry.timestamp() if expiry is not None else None,
-            facts=None
-            if facts is None
-            else facts.find(request.token_ids, () if gate is None else gate.fact_tasks, features.picture),
+            facts=found,
         )
-        return replace(decision, seconds=time.perf_counter() - began)
 
 
-def injection_of(
+def outcome_of(
     index: MemoryIndex, spec: DecideSpec, lookup: MemoryLookup, token_ids: Sequence[int], placeholders: Collection[int]
-) -> InjectionSpec | None:
-    """What is injected; None if the gate is closed or sends the request to a task that has an adapter.
+) -> Untouched | InjectionSpec | TaskAdapter:
+    """What the request goes on with: entries, or the adapter of its task.
 
     With `spec.remainder`, entries that were not retrieved stay in the softmax with alpha = 0. It has no effect for the
     weighting "prior", in which alpha = 0 removes an entry.
     """
+    gate = lookup.gate_decision
+    task = None if gate is None else gate.task
+    if (adapter := dict(spec.adapters).get(task or "")) is not None:
+        return adapter
     if (retrieval := lookup.retrieval) is None:
-        return None
-    activation = index.metadata.activation_of(lookup.gate_decision.task if lookup.gate_decision is not None else None)
+        return Untouched(None if gate is None else gate.closed)
+    activation = index.metadata.activation_of(task)
     return InjectionSpec(
         bundle=index.metadata.digest,
         entries=tuple(retrieval.entries.tolist()),

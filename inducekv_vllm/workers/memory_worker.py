@@ -1,6 +1,6 @@
 """What the workers of all platforms share: resident bundles, decisions, and the memory of running requests.
 
-The API process talks to a worker through the RPC methods `inducekv_*`; `engine/wire.py` has what a request carries.
+The API process talks to a worker through the RPC methods `inducekv_*`; `protocol.py` has what a request carries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
 from ..engine.gate_log import GateLog
-from ..engine.wire import STARTS, InjectionSpec, Start, parse_spec
 from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
 from ..facts.pictures import LAYER
 from ..host.config import InduceKVConfig
@@ -45,6 +44,7 @@ from ..host.device import Device, device_of
 from ..host.logs import logger_of
 from ..host.requirements import check_engine, check_maps
 from ..host.runner import RunnerTables, StepRows, follow_runner
+from ..protocol import STARTS, InjectionSpec, Start, parse_spec
 from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
 from .answering import AnsweringRequests, register
 from .cached_values import CachedValues
@@ -281,9 +281,8 @@ class MemoryWorker(Worker):
             self.answering.answer(request_id, start.answers)
         if start.injection is not None:
             self._inject(request_id, start.injection)
-        has_more = start.injection is not None or start.answers is not None
-        if has_more and request_id in scheduled.scheduled_cached_reqs.req_ids:
-            self._runner.take_back(request_id, start.position)
+        if start.redo_from is not None and request_id in scheduled.scheduled_cached_reqs.req_ids:
+            self._runner.take_back(request_id, start.redo_from)
         if start.adapter is not None:
             self._runner.switch_adapter(request_id, start.adapter.lora_request)
 

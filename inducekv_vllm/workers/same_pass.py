@@ -17,9 +17,9 @@ from dataclasses import replace
 from functools import partial
 
 from ..attention.memory_attention import MemoryAttention
-from ..engine.wire import Decision, InjectionSpec
 from ..facts import Answers
 from ..host.runner import StepRows
+from ..protocol import Decision, InjectionSpec, TaskAdapter
 from .deciding import Deciding
 from .undecided import Undecided, UndecidedRequests
 
@@ -86,8 +86,9 @@ def _deciding_layer(request: Undecided) -> int | None:
 
 
 def _joins(request: Undecided, decision: Decision, layer: int) -> bool:
-    injection, bundle = decision.injection, request.bundle
-    if injection is None or bundle is None:  # stored answers enter behind the last layer
-        return decision.facts is not None and decision.task not in dict(request.spec.adapters)
-    is_last = injection.start == len(request.token_ids) - 1
-    return is_last and bool((bundle.first_layers[list(injection.entries)] >= layer).all())
+    """Whether only the last prompt token changes, from this layer on. Stored answers enter behind the last layer."""
+    T = len(request.token_ids)
+    if request.bundle is None or isinstance(decision.outcome, TaskAdapter) or decision.redo_from(T) != T - 1:
+        return False
+    entries = [entry for entry, _ in decision.entries]
+    return bool((request.bundle.first_layers[entries] >= layer).all())

@@ -23,14 +23,16 @@ from torch.nn.functional import normalize
 from ..attention.resident_bundle import ResidentBundle
 from ..attention.resident_gate import ResidentGate
 from ..bundle.lookup import QueryFeatures
-from ..engine.wire import DecideSpec, Decision
 from ..errors import InduceKVError
 from ..facts.pictures import LAYER
 from ..gate import PIECE, TurnMarks, deciding_tokens, in_pieces, last_averaged
 from ..host.device import Device, HostCopy
+from ..host.logs import logger_of
 from ..host.runner import StepRows
+from ..protocol import DecideSpec, Decision
 from .cached_values import CachedValues
 
+logger = logger_of(__name__)
 _NO_MARKS: Final = TurnMarks((), None)  # all of a prompt
 Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
 
@@ -48,13 +50,13 @@ class Undecided:
     key: HostCopy | None = None  # [d]
     evidence: HostCopy | None = None  # [H]
     picture: HostCopy | None = None  # [F]
-    refusal: str | None = None  # why nothing can be decided
+    refusal: InduceKVError | None = None  # why nothing can be decided
     decision: Decision | None = None  # if it was taken before or in the forward pass
 
     def features(self) -> QueryFeatures:
         """Wait for what the prompt tells. Raises InduceKVError: it is not finite, because the model overflowed."""
         if self.refusal is not None:
-            raise InduceKVError(self.refusal)
+            raise self.refusal
         found = [None if copy is None else copy.wait() for copy in (self.key, self.evidence, self.picture)]
         if any(each is not None and not bool(each.isfinite().all()) for each in found):
             raise InduceKVError("the model's hidden states for this prompt are not finite, so it has no query key")
@@ -170,7 +172,14 @@ class UndecidedRequests:
         request.seen += len(hidden)
 
     def find(self, request: Undecided) -> None:
-        """Send what the prompt tells on its way to the host. The values that the gate looks at are in the KV cache."""
+        """Send what the prompt tells on its way to the host; what raises is the request's refusal."""
+        try:
+            self._find(request)
+        except Exception as error:
+            request.refusal = failure_of(error)
+
+    def _find(self, request: Undecided) -> None:
+        """The values that the gate looks at are in the KV cache."""
         if request.spec.retrieval:
             T = len(request.token_ids)
             assert request.seen == T, f"the key of {T} tokens has seen {request.seen}"
@@ -194,9 +203,17 @@ class UndecidedRequests:
     def _find_picture(self, request: Undecided, marks: TurnMarks) -> None:
         media = deciding_tokens(request.token_ids, marks, self._placeholders).media
         if media and (reason := self._values.refusal(LAYER)) is not None:
-            request.refusal = f"pictures cannot be told from each other by layer {LAYER}: {reason}"
-        elif media:
+            raise InduceKVError(f"pictures cannot be told from each other by layer {LAYER}: {reason}")
+        if media:
             pieces = (media[at : at + PIECE] for at in range(0, len(media), PIECE))
             # Of this rank's features, [F] each.
             sums = [self._values.read([LAYER], request.blocks, piece).sum((0, 1)) for piece in pieces]
             request.picture = self._device.to_host(self._all_heads(torch.stack(sums).sum(0) / len(media)))
+
+
+def failure_of(error: Exception) -> InduceKVError:
+    """Why a decision ends its request, and nothing else: an error that nobody expected is logged."""
+    if isinstance(error, InduceKVError):
+        return error
+    logger.exception("the decision about a request failed")
+    return InduceKVError(f"the decision about this request failed ({type(error).__name__}); the server's log has more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 from inducekv_vllm.attention.cpu_memory import CPUMemoryAttention
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.resident_gate import ResidentGate
-from inducekv_vllm.engine.wire import DecideSpec
+from inducekv_vllm.bundle.lookup import MemoryLookup
+from inducekv_vllm.engine.gate_log import GateLog
 from inducekv_vllm.errors import InduceKVError, UnsupportedModel
 from inducekv_vllm.gate import TurnMarks, evidence, last_averaged
 from inducekv_vllm.host.runner import StepRows
+from inducekv_vllm.protocol import DecideSpec
 from inducekv_vllm.workers import undecided
 from inducekv_vllm.workers.cached_values import CachedValues
+from inducekv_vllm.workers.deciding import Deciding
 from inducekv_vllm.workers.undecided import Undecided, UndecidedRequests
 from tests.bundles import D, J, random_gate
 from tests.unit.inducekv_vllm.attention.pools import CPU
@@ -285,3 +289,52 @@ def test_pictures_that_cannot_be_told_apart_decide_nothing() -> None:
     (request,) = requests.step("a", 0, len(PROMPT))
     with pytest.raises(InduceKVError, match=r"pictures cannot be told .* by layer 0: it has the values of layer"):
         request.features()
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
+
+
+def raising(error: Exception) -> Any:
+    def find(*given: object) -> None:
+        raise error
+
+    return find
+
+
+def errors_in(logged: pytest.LogCaptureFixture) -> list[Any]:
+    """By id: where vLLM's own handlers are there, a record reaches the fixture twice."""
+    records = {id(record): record for record in logged.records if "the decision about a request failed" in record.msg}
+    return [record.exc_info[1] for record in records.values() if record.exc_info]
+
+
+@pytest.mark.parametrize("error", [KeyError("word"), RuntimeError("a tensor"), InduceKVError("known")])
+def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: pytest.LogCaptureFixture) -> None:
+    """With an error, and a line in the log if nobody expected it."""
+    index = SimpleNamespace(lookup=lambda *given: MemoryLookup(None, None), next_expiry=lambda: None)
+    asked = [Requests(), Requests()]
+    for each, found in zip(asked, (raising(error), lambda *given: None), strict=True):
+        each.bundle = SimpleNamespace(gate=None, picture_marks=None, index=index, facts=SimpleNamespace(find=found))
+        each.start("r", [[3, 0, 5], [4, 1]])
+    completed = [(str(at), request) for at, each in enumerate(asked) for request in each.step("r", 0, 11)]
+    decisions = Deciding({IMAGE}, GateLog())._decide_all(completed)
+    unexpected = not isinstance(error, InduceKVError)
+    assert decisions["0"].error is not None
+    assert (type(error).__name__ if unexpected else "known") in decisions["0"].error
+    assert decisions["1"].error is None
+    assert errors_in(logged) == ([error] if unexpected else [])
+
+
+def test_evidence_that_cannot_be_read_ends_its_own_request(
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    requests, error = Requests(), RuntimeError("a tensor")
+    monkeypatch.setattr(requests.requests._values, "read", raising(error))
+    requests.start("r", [[3, 0, 5], [4, 1]])
+    (request,) = requests.step("r", 0, 11)
+    decision = Deciding({IMAGE}, GateLog()).decide(request)
+    assert decision.error is not None
+    assert "RuntimeError" in decision.error
+    assert errors_in(logged) == [error]
