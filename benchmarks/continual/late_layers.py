@@ -4,7 +4,7 @@ r"""What memory of the generation loses if it acts in the gate's last layer and 
     python -m benchmarks.continual.late_layers --suite real-text --model DIR \
         --steps 100 --train 128 --test 48 --out FILE
 
-Such memory joins the forward pass that decides (`inducekv_vllm/workers/same_pass.py`). Each task's entry is trained
+Such memory joins the forward pass that decides (`inducekv_vllm/workers/decisions.py`). Each task's entry is trained
 four times from the same start: in all layers and in those, with both rates of the default recipe. FILE has what is
 done, so the command goes on where it ended.
 """

@@ -14,7 +14,7 @@ import torch
 from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
 from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
 from inducekv_vllm.protocol import DecideSpec, InjectionSpec, Untouched
-from inducekv_vllm.workers.deciding import outcome_of
+from inducekv_vllm.workers.decisions import outcome_of
 from selector.update.forget import without_entries
 from tests.bundles import d, random_bundle, random_gate, random_gated_bundle
 
