@@ -1,4 +1,4 @@
-"""Background work that leaves most of each core to the requests that run.
+"""Background work that leaves most of each core to the requests that run, and how others wait for its end.
 
 On a CPU, loads and steps share the cores. Work that is done in one go holds a step up for as long as the scheduler lets
 it; in small pieces with rests between them, a step is late by a piece or two.
@@ -6,6 +6,7 @@ it; in small pieces with rests between them, a step is late by a piece or two.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 SHARE = 0.25  # of a core that the work takes while requests run
 PIECE_S = 0.001  # CPU time of a piece
+LEAST_DELAY_S, LONGEST_DELAY_S = 0.002, 0.02
 
 
 @dataclass
@@ -47,3 +49,12 @@ def rest() -> None:
     if pace.is_busy():
         time.sleep(worked * (1 / SHARE - 1))
     pace.began = time.thread_time()
+
+
+def poll_delays() -> Iterator[float]:
+    """Seconds to wait between questions whether the workers have done what they do in the background.
+
+    A tenth of the time since this call, so that the answer comes little later than the end of the work.
+    """
+    began = time.monotonic()
+    return (min(max(LEAST_DELAY_S, (time.monotonic() - began) / 10), LONGEST_DELAY_S) for _ in itertools.count())

@@ -13,7 +13,7 @@ from .update.settings import PAPER, REFINED
 
 RecipeSettings = PaperSettings | RefinedSettings
 RECIPES: Final[dict[str, type[RecipeSettings]]] = {PAPER: PaperSettings, REFINED: RefinedSettings}
-DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/continual
+DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/research/continual
 
 
 def settings_after(

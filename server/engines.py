@@ -10,9 +10,9 @@ from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.wire import poll_delays
 from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
 from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.pace import poll_delays
 
 from .names import task_adapters
 

@@ -12,11 +12,11 @@
     merge.py          merges self-attention and memory attention into one softmax
     pool.py           the resident pool of all bundles' keys, values and maps
     ranges.py         contiguous ranges of the pool, by first fit
-    resident_bundle.py  a bundle in the pool, shared by all requests, and one slot's view of it
+    resident_bundle.py  a bundle in the pool, shared by all requests
     kernel_tables.py  what every slot reads, as tensors that the GPU kernels know
-    step.py           the rows of a scheduler step and the memory they attend to
-    request_table.py  the memory of each running request
-    slots.py          reference-counted slots of the request table
+    slots.py          what one memory is read from, by all requests that have it
+    rows.py           the rows of a step that memory acts on
+    step.py           the rows with merged memory, as the CPU attends to them
     kernels/          memory attention on GPUs, in Triton
 
 Shapes: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,

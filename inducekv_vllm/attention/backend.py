@@ -6,7 +6,7 @@ calls the built-in implementation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,7 +28,8 @@ from ..errors import UnsupportedModel
 from ..host.config import InduceKVConfig
 from . import cpu
 from .merge import finite_or, merge_memory
-from .resident_bundle import LayerMemory, RequestMemory
+from .resident_bundle import LayerMemory
+from .rows import ActingRows
 from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step
 
 # Kernels whose K blocks are plain [D, C]; this backend cannot read the interleaved ones (VNNI, BFMMLA).
@@ -53,14 +54,13 @@ class InduceKVCPUBackend(CPUAttentionBackend):
 
 
 class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Adds the step's merged memory to the platform's metadata. The worker sets `merged_memories`."""
+    """Adds the step's merged memory to the platform's metadata. The worker sets `merged_rows`."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # The merged memory of each request of the running step, in the order of its rows; None if none has one.
-        self.merged_memories: Callable[[], list[RequestMemory | None] | None] = lambda: None
+        self.merged_rows: Callable[[], Sequence[ActingRows]] = lambda: ()  # of the running step
         if InduceKVConfig.from_vllm(vllm_config) is not None and self.isa not in READABLE_ISAS:
             # Set before the first key is written, so that every block of this cache is readable.
             self.isa = "vec"
@@ -70,13 +70,10 @@ class InduceKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         base = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        memories = self.merged_memories()
-        if memories is None:
+        if not (acting := self.merged_rows()):
             return base
-        assert len(memories) == common_attn_metadata.num_reqs
         step = ScheduledStep(
-            memories,
-            query_starts=base.query_start_loc.tolist(),
+            acting,
             seq_lens=base.seq_lens.tolist(),
             block_table=base.block_table,
             block_size=self.block_size,

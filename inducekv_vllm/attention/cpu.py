@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .resident_bundle import LayerMemory, RequestMemory
+from .resident_bundle import LayerMemory
+from .slots import RequestMemory
 from .step import DecodeBatch, PrefillSpan
 
 Attended = tuple[Tensor, Tensor]  # output [R, H, D], log-sum-exp [R, H] float32

@@ -14,8 +14,8 @@ from .backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_l
 from .cpu import packed_values
 from .decoupled import DecoupledStep, active_rows
 from .memory_attention import attach_to_decoders, dtype_of
-from .request_table import MemoryOfRequests
-from .resident_bundle import RequestMemory
+from .rows import ActingRows, HasMemory, acting_rows
+from .slots import RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -30,13 +30,14 @@ logger = logger_of(__name__)
 class CPUMemoryAttention:
     """`MemoryAttention` on the CPU."""
 
-    def __init__(self, requests: MemoryOfRequests, model: ModelConfig) -> None:
+    def __init__(self, requests: Mapping[str, HasMemory], model: ModelConfig) -> None:
+        """`requests` are the running ones, by id."""
         self.merged_refusal: UnsupportedModel | None = None
         self.most_entries: int | None = None
         self.decoupled = DecoupledStep()
         self._requests = requests
         self._model = model
-        self._merged: list[RequestMemory | None] | None = None  # of each request of the step, in the order of its rows
+        self._merged: list[ActingRows] = []  # of merged memory, in the running step
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
         """See `MemoryAttention`."""
@@ -54,7 +55,7 @@ class CPUMemoryAttention:
             if builder.block_size != kv_cache.kv_cache_groups[0].kv_cache_spec.block_size:
                 raise UnsupportedModel("merged memory cannot be served: KV-cache blocks are split for the kernel")
             probe_packed_layout(builder.isa, dtype_of(self._model), builder.head_dim, builder.block_size)
-            builder.merged_memories = lambda: self._merged
+            builder.merged_rows = lambda: self._merged
 
     def cached_values(self, kv_cache: Tensor) -> Tensor:
         """See `MemoryAttention`."""
@@ -68,14 +69,10 @@ class CPUMemoryAttention:
 
     def begin_step(self, rows: StepRows) -> None:
         """See `MemoryAttention`."""
-        self._merged = self._requests.of_requests(rows.request_ids, "merged")
-        if self._merged is not None:
-            everywhere = [0] * len(rows.request_ids)
-            self.decoupled.merged = active_rows(self._merged, everywhere, rows.num_computed, rows.num_scheduled)
-        memories = self._requests.of_requests(rows.request_ids, "decoupled")
-        if memories is not None:
-            starts = [self._requests.first_active(request_id) for request_id in rows.request_ids]
-            self.decoupled.active = active_rows(memories, starts, rows.num_computed, rows.num_scheduled)
+        acting = acting_rows(self._requests, rows)
+        self._merged = [each for each in acting if each.memory.bundle.form == "merged"]
+        self.decoupled.merged = active_rows(self._merged)
+        self.decoupled.active = active_rows([each for each in acting if each.memory.bundle.form == "decoupled"])
 
     def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
         """See `MemoryAttention`."""
@@ -83,6 +80,6 @@ class CPUMemoryAttention:
 
     def end_step(self) -> None:
         """See `MemoryAttention`."""
-        self._merged = None
+        self._merged = []
         self.decoupled.deciding.clear()
         self.decoupled.active, self.decoupled.merged = [], []

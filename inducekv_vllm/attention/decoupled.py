@@ -17,7 +17,9 @@ from torch import Tensor
 
 from .cpu import fused_attention
 from .merge import finite_or, is_finite
-from .resident_bundle import LayerMemory, RequestMemory
+from .resident_bundle import LayerMemory
+from .rows import ActingRows
+from .slots import RequestMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,30 +67,14 @@ class DecoupledStep:
                 output[rows] = picked
 
 
-def active_rows(
-    memories: Sequence[RequestMemory | None],
-    first_active: Sequence[int],
-    num_computed: Sequence[int],
-    num_scheduled: Sequence[int],
-) -> list[ActiveRows]:
-    """Group the rows of a step that memory acts on by memory: requests of one task share theirs.
-
-    Args:
-        memories: of each of the step's n requests, in the order of their rows.
-        first_active: [n], the first position that the request's memory acts on.
-        num_computed: [n], tokens before this step.
-        num_scheduled: [n], rows of this step.
-    """
-    ranges: dict[int, list[tuple[int, int]]] = {}  # by the memory's id
-    by_id: dict[int, RequestMemory] = {}
-    first_row = 0
-    for memory, start, computed, rows in zip(memories, first_active, num_computed, num_scheduled, strict=True):
-        inactive = max(0, start - computed)
-        if memory is not None and inactive < rows:
-            by_id[id(memory)] = memory
-            ranges.setdefault(id(memory), []).append((first_row + inactive, first_row + rows))
-        first_row += rows
-    return [ActiveRows(_rows_of(ranges[key]), memory) for key, memory in by_id.items()]
+def active_rows(acting: Sequence[ActingRows]) -> list[ActiveRows]:
+    """Group the rows of a step that memory acts on by memory: requests of one task share theirs."""
+    ranges: dict[int, list[tuple[int, int]]] = {}  # by the memory's slot
+    by_slot: dict[int, RequestMemory] = {}
+    for each in acting:
+        by_slot[each.memory.slot] = each.memory
+        ranges.setdefault(each.memory.slot, []).append((each.first, each.end))
+    return [ActiveRows(_rows_of(ranges[slot]), memory) for slot, memory in by_slot.items()]
 
 
 def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale: float) -> None:

@@ -26,8 +26,8 @@ from .kernels.layout import LayerPool, StepTensors
 from .kernels.tiles import LaunchShape, Processors, idle_plan
 from .memory_attention import attach_to_decoders
 from .pool import MemoryPool
-from .request_table import MemoryOfRequests
-from .resident_bundle import RequestMemory
+from .rows import HasMemory, acting_rows
+from .slots import RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -46,7 +46,7 @@ class KernelMemoryAttention:
         self,
         pool: MemoryPool,
         tables: KernelTables,
-        requests: MemoryOfRequests,
+        requests: Mapping[str, HasMemory],
         device: Device,
         model: ModelConfig,
         processors: Processors,
@@ -56,17 +56,13 @@ class KernelMemoryAttention:
         """Raises UnsupportedModel if the kernels cannot serve this model.
 
         Args:
+            requests: the running ones, by id.
             most_graph_rows: rows of the largest graph that has attention in it; 0 if there is none.
             add_memory: `kernels.launch.add_memory`, or another function that does the same.
         """
         self.merged_refusal: UnsupportedModel | None = None
-        self._requests, self._device, self._most_graph_rows, self._add_memory = (
-            requests,
-            device,
-            most_graph_rows,
-            add_memory,
-        )
-        self._model = model
+        self._requests, self._device, self._model = requests, device, model
+        self._most_graph_rows, self._add_memory = most_graph_rows, add_memory
         self.most_entries: int | None = tables.most_entries
         self._tables = tables
         self._layers = [_layer_pool(pool, tables, layer) for layer in range(pool.shape.num_layers)]
@@ -113,16 +109,7 @@ class KernelMemoryAttention:
     def begin_step(self, rows: StepRows) -> None:
         """See `MemoryAttention`."""
         self._in_step = True
-        found = (
-            None
-            if not self._requests.slots.used
-            else rows_with_memory(
-                [self._requests.of_request(request_id) for request_id in rows.request_ids],
-                [self._requests.first_active(request_id) for request_id in rows.request_ids],
-                rows.num_computed,
-                rows.num_scheduled,
-            )
-        )
+        found = rows_with_memory(acting_rows(self._requests, rows), sum(rows.num_scheduled))
         if rows.graph_rows is not None:
             if found is None:
                 self._graphs.clear()

@@ -17,42 +17,26 @@ from ..host.device import Device
 from .kernels.geometry import KernelGeometry, MemoryRows
 from .kernels.layout import StepTensors
 from .kernels.tiles import LaunchShape, plan_tiles
-from .resident_bundle import RequestMemory
+from .rows import ActingRows
 
 
-def rows_with_memory(
-    memories: Sequence[RequestMemory | None],
-    first_active: Sequence[int],
-    num_computed: Sequence[int],
-    num_scheduled: Sequence[int],
-) -> MemoryRows | None:
-    """The rows of a step that memory acts on; None if there are none.
+def rows_with_memory(acting: Sequence[ActingRows], num_rows: int) -> MemoryRows | None:
+    """The rows of a step that memory acts on, as the kernels take them; None if there are none.
 
     Args:
-        memories: of each of the step's n requests, in the order of their rows.
-        first_active: [n], the first position that the request's memory acts on.
-        num_computed: [n], tokens before this step.
-        num_scheduled: [n], rows of this step.
+        num_rows: R of the step.
     """
-    R = sum(num_scheduled)
-    slots, lengths = (np.zeros(R, dtype=np.int32) for _ in range(2))
-    acting: list[RequestMemory] = []
-    end = 0
-    for memory, start, computed, rows in zip(memories, first_active, num_computed, num_scheduled, strict=True):
-        end += rows
-        active = slice(end - rows + max(0, start - computed), end)
-        if memory is None or active.start >= end:
-            continue
-        acting.append(memory)
-        slots[active] = memory.slot
-        lengths[active] = memory.num_tokens
     if not acting:
         return None
+    slots, lengths = (np.zeros(num_rows, dtype=np.int32) for _ in range(2))
+    for each in acting:
+        slots[each.first : each.end] = each.memory.slot
+        lengths[each.first : each.end] = each.memory.num_tokens
     return MemoryRows(
         slots,
         lengths,
-        maps=any(memory.bundle.map_rank for memory in acting),
-        merged=any(memory.bundle.form == "merged" for memory in acting),
+        maps=any(each.memory.bundle.map_rank for each in acting),
+        merged=any(each.memory.bundle.form == "merged" for each in acting),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..host.device import Device
 from ..host.logs import logger_of
 from .kernels.layout import SlotTables
-from .resident_bundle import RequestMemory
+from .slots import RequestMemory
 
 logger = logger_of(__name__)
 

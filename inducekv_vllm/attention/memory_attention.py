@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..errors import UnsupportedModel
     from ..host.runner import StepRows
-    from .resident_bundle import RequestMemory
+    from .slots import RequestMemory
 
 
 class MemoryAttention(Protocol):

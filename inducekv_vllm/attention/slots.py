@@ -1,78 +1,196 @@
-"""Reference-counted memory slots.
+"""Memory slots: what one memory with one set of weights is read from, by all requests that have both.
 
-A slot holds what the attention backend needs to inject one memory with one set of weights. Slots are keyed by content,
-so the samples of one request (`n > 1`) and requests that repeat a prompt share a slot. Slot 0 means "no memory".
+Slots are keyed by content, so the samples of one request (`n > 1`) and requests that repeat a prompt share a slot.
+
+Shapes: see the package; k entries of m tokens and r rows of a map in a slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from ..errors import CapacityError
+from ..retrieval.entry_terms import EntryTerms, FloatArray, IntArray
+from .resident_bundle import ResidentBundle
 
-NO_MEMORY = 0
+NO_MEMORY = 0  # a slot that reads nothing
 
 
-class SlotTable:
-    """Slots 1..capacity with reference counts by content."""
+@dataclass(frozen=True, eq=False)
+class RequestMemory:
+    """What one slot reads of a resident bundle, with the terms of each memory token and row of a map.
 
-    def __init__(self, capacity: int) -> None:
+    None stands for terms that are all neutral (ones, zeros).
+    """
+
+    bundle: ResidentBundle
+    terms: EntryTerms  # of k entries, in the order of the bundle
+    slot: int
+
+    @classmethod
+    def of(cls, bundle: ResidentBundle, terms: EntryTerms, slot: int) -> RequestMemory:
+        """Put the terms in the order of the bundle: adjacent entries are then read without a copy."""
+        order = np.argsort(terms.entries)
+        ordered = EntryTerms(
+            entries=terms.entries[order],
+            key_scale=terms.key_scale[order],
+            log_weight=terms.log_weight[order],
+            value_scale=terms.value_scale[order],
+            log_remainder=terms.log_remainder,
+        )
+        return cls(bundle, ordered, slot)
+
+    @property
+    def entries(self) -> IntArray:
+        """[k], ascending."""
+        return self.terms.entries
+
+    @property
+    def num_tokens(self) -> int:
+        """S = k m"""
+        return len(self.entries) * self.bundle.payload_tokens
+
+    @property
+    def log_remainder(self) -> float:
+        """-inf: none."""
+        return self.terms.log_remainder
+
+    @property
+    def has_remainder(self) -> bool:
+        return self.log_remainder != -math.inf
+
+    @cached_property
+    def first_layer(self) -> int:
+        """In those before, nothing is added."""
+        return int(self.bundle.first_layers[self.entries].min())
+
+    @cached_property
+    def first_entry(self) -> int | None:
+        """If the entries are adjacent."""
+        first, last = int(self.entries[0]), int(self.entries[-1])
+        return first if last - first + 1 == len(self.entries) else None
+
+    @cached_property
+    def tokens(self) -> slice | Tensor:
+        """[S] places in the bundle, int64 if they are not adjacent."""
+        return self._places(self.bundle.payload_tokens)
+
+    @cached_property
+    def map_rows(self) -> slice | Tensor:
+        """[k r] places among the bundle's rows of maps."""
+        return self._places(self.bundle.map_rank)
+
+    def _places(self, per_entry: int) -> slice | Tensor:
+        if self.first_entry is not None:
+            return slice(self.first_entry * per_entry, (self.first_entry + len(self.entries)) * per_entry)
+        return torch.from_numpy((self.entries[:, None] * per_entry + np.arange(per_entry)).reshape(-1))
+
+    @cached_property
+    def key_scale(self) -> Tensor | None:
+        """[S] float32"""
+        return _spread(self.terms.key_scale, self.bundle.payload_tokens, neutral=1.0)
+
+    @cached_property
+    def log_weight(self) -> Tensor | None:
+        """[S] float32"""
+        return _spread(self.terms.log_weight, self.bundle.payload_tokens, neutral=0.0)
+
+    @cached_property
+    def value_scale(self) -> Tensor | None:
+        """[S] float32"""
+        return _spread(self.terms.value_scale, self.bundle.payload_tokens, neutral=1.0)
+
+    @cached_property
+    def map_weights(self) -> FloatArray:
+        """[k], of each entry's map."""
+        return np.exp(self.terms.log_weight) * self.terms.value_scale
+
+    @cached_property
+    def map_weight(self) -> Tensor | None:
+        """[k r] float32"""
+        return _spread(self.map_weights, self.bundle.map_rank, neutral=1.0)
+
+    @cached_property
+    def biased_log_weight(self) -> Tensor | None:
+        """The log weights with each layer's bias, [L, S] float32; None if they are all 0."""
+        bias = torch.tensor([layer.bias for layer in self.bundle.layers])  # [L]
+        if self.log_weight is None and not bias.any():
+            return None
+        log_weight = torch.zeros(self.num_tokens) if self.log_weight is None else self.log_weight
+        return bias[:, None] + log_weight
+
+    @cached_property
+    def views(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Each layer's keys and values [J, S, D], if they are adjacent."""
+        if not isinstance(self.tokens, slice):
+            return None
+        return [(layer.keys[:, self.tokens], layer.values[:, self.tokens]) for layer in self.bundle.layers]
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values: [J, S, D]."""
+        if self.views is not None:
+            return self.views[layer]
+        stored = self.bundle.layers[layer]
+        return stored.keys[:, self.tokens], stored.values[:, self.tokens]
+
+
+@dataclass
+class _Held:
+    memory: RequestMemory
+    references: int = 0
+
+
+class Slots:
+    """Slots 1..capacity, with reference counts by content."""
+
+    def __init__(self, capacity: int, fill: Callable[[RequestMemory], object]) -> None:
+        """
+        Args:
+            fill: is called with what a slot reads, once its requests are about to run.
+        """
         if capacity < 1:
-            raise ValueError(f"a slot table needs a capacity of at least 1, found {capacity}")
+            raise ValueError(f"slots need a capacity of at least 1, found {capacity}")
         self.capacity = capacity
+        self._fill = fill
         self._free = list(range(capacity, NO_MEMORY, -1))
-        self._slot_of_content: dict[Hashable, int] = {}
-        self._content_of_slot: dict[int, Hashable] = {}
-        self._references: dict[int, int] = {}
-        self._slot_of_request: dict[str, int] = {}
+        self._held: dict[str, _Held] = {}  # by content
 
     @property
     def used(self) -> int:
-        return len(self._references)
+        return len(self._held)
 
-    def slot_of(self, request_id: str) -> int:
-        """The request's slot, or NO_MEMORY."""
-        return self._slot_of_request.get(request_id, NO_MEMORY)
-
-    def acquire(self, request_id: str, content: Hashable) -> tuple[int, bool]:
-        """Assign a slot for this content to the request; return the slot and whether it is new and must be filled.
+    def acquire(self, content: str, bundle: ResidentBundle, terms: EntryTerms) -> RequestMemory:
+        """Hold a slot for one more request; `content` identifies the memory and its weights.
 
         Raises:
-            CapacityError: no slot is free. The table does not change.
+            CapacityError: no slot is free. Nothing changes.
         """
-        assert request_id not in self._slot_of_request, f"request {request_id} has a slot already"
-        slot = self._slot_of_content.get(content)
-        is_new = slot is None
-        if slot is None:
+        if (held := self._held.get(content)) is None:
             if not self._free:
                 raise CapacityError(f"all {self.capacity} memory slots are in use")
-            slot = self._free.pop()
-            self._slot_of_content[content] = slot
-            self._content_of_slot[slot] = content
-            self._references[slot] = 0
-        self._references[slot] += 1
-        self._slot_of_request[request_id] = slot
-        return slot, is_new
+            held = _Held(RequestMemory.of(bundle, terms, self._free[-1]))
+            self._fill(held.memory)
+            self._free.pop()
+            self._held[content] = held
+        held.references += 1
+        return held.memory
 
-    def release(self, request_id: str) -> int | None:
-        """Release the request's slot, if it has one; return the slot if this was its last reference."""
-        slot = self._slot_of_request.pop(request_id, None)
-        if slot is None:
-            return None
-        self._references[slot] -= 1
-        if self._references[slot]:
-            return None
-        del self._references[slot]
-        del self._slot_of_content[self._content_of_slot.pop(slot)]
-        self._free.append(slot)
-        return slot
+    def release(self, content: str) -> None:
+        """Let go of a slot that `acquire` has given; after the last request it is free."""
+        held = self._held[content]
+        held.references -= 1
+        if not held.references:
+            del self._held[content]
+            self._free.append(held.memory.slot)
 
-    def check(self) -> None:
-        """Assert every invariant; tests call this after each change."""
-        counted: dict[int, int] = {}
-        for slot in self._slot_of_request.values():
-            counted[slot] = counted.get(slot, 0) + 1
-        assert counted == self._references
-        assert {slot: content for content, slot in self._slot_of_content.items()} == self._content_of_slot
-        assert self._content_of_slot.keys() == self._references.keys()
-        assert sorted([*self._free, *self._references]) == list(range(1, self.capacity + 1))
+
+def _spread(terms: FloatArray, per_entry: int, neutral: float) -> Tensor | None:
+    """The terms [k] of entries, for each of their tokens or rows; None if all are neutral."""
+    return None if bool((terms == neutral).all()) else torch.from_numpy(np.repeat(terms, per_entry))

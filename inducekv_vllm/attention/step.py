@@ -13,22 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .resident_bundle import RequestMemory, ResidentBundle
+from .resident_bundle import ResidentBundle
+from .rows import ActingRows
+from .slots import RequestMemory
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """One scheduler step with n requests."""
+    """One scheduler step with n requests. Merged memory acts on all of a request's rows."""
 
-    memories: Sequence[RequestMemory | None]  # [n]
-    query_starts: Sequence[int]  # [n + 1], the first row of each request
+    acting: Sequence[ActingRows]  # of the requests with merged memory, at least one
     seq_lens: Sequence[int]  # [n], tokens of each request after this step
     block_table: Tensor  # [n, at least ceil(max(seq_lens) / C)] KV-cache blocks
     block_size: int  # C
     heads_per_kv_head: int  # G
-
-    def num_rows(self, request: int) -> int:
-        return self.query_starts[request + 1] - self.query_starts[request]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,40 +62,36 @@ class StepMemory:
     decodes: tuple[DecodeBatch, ...]
 
 
-def plan_step(step: ScheduledStep) -> StepMemory | None:
-    """Group the step's rows with memory; None if there are none."""
+def plan_step(step: ScheduledStep) -> StepMemory:
+    """Group the step's rows with memory."""
     prefills: list[PrefillSpan] = []
     # (bundle, S, where adjacent entries begin) -> requests
-    decoding: dict[tuple[int, int, int | None], list[int]] = {}
-    for request, memory in enumerate(step.memories):
-        if memory is None or step.num_rows(request) == 0:
-            continue
-        if step.num_rows(request) == 1:
+    decoding: dict[tuple[int, int, int | None], list[ActingRows]] = {}
+    for acting in step.acting:
+        memory = acting.memory
+        if acting.end - acting.first == 1:
             key = id(memory.bundle), memory.num_tokens, memory.first_entry
-            decoding.setdefault(key, []).append(request)
+            decoding.setdefault(key, []).append(acting)
         else:
-            prefills.append(_prefill_span(step, request, memory))
-    if not prefills and not decoding:
-        return None
-    return StepMemory(tuple(prefills), tuple(_decode_batch(step, requests) for requests in decoding.values()))
+            prefills.append(_prefill_span(step, acting))
+    return StepMemory(tuple(prefills), tuple(_decode_batch(step, decodes) for decodes in decoding.values()))
 
 
-def _prefill_span(step: ScheduledStep, request: int, memory: RequestMemory) -> PrefillSpan:
-    rows = slice(step.query_starts[request], step.query_starts[request + 1])
-    seq_len, device = step.seq_lens[request], step.block_table.device
-    num_rows = step.num_rows(request)
+def _prefill_span(step: ScheduledStep, acting: ActingRows) -> PrefillSpan:
+    rows, num_rows = slice(acting.first, acting.end), acting.end - acting.first
+    seq_len, device = step.seq_lens[acting.request], step.block_table.device
     if num_rows == seq_len:
-        return PrefillSpan(memory, rows, blocks=None, causal_mask=None)
+        return PrefillSpan(acting.memory, rows, blocks=None, causal_mask=None)
     position = torch.arange(seq_len - num_rows, seq_len, device=device)  # [R]
     visible = torch.arange(seq_len, device=device) <= position[:, None]  # [R, T]
     mask = torch.zeros(num_rows, seq_len, device=device).masked_fill_(~visible, -math.inf)
-    blocks = step.block_table[request, : -(-seq_len // step.block_size)].long()
-    return PrefillSpan(memory, rows, blocks=blocks, causal_mask=mask)
+    blocks = step.block_table[acting.request, : -(-seq_len // step.block_size)].long()
+    return PrefillSpan(acting.memory, rows, blocks=blocks, causal_mask=mask)
 
 
-def _decode_batch(step: ScheduledStep, requests: list[int]) -> DecodeBatch:
-    batch = [memory for r in requests if (memory := step.memories[r]) is not None]
-    rows = [step.query_starts[r] for r in requests]
+def _decode_batch(step: ScheduledStep, decodes: list[ActingRows]) -> DecodeBatch:
+    batch = [each.memory for each in decodes]
+    rows, requests = [each.first for each in decodes], [each.request for each in decodes]
     device = step.block_table.device
     lengths = torch.tensor([step.seq_lens[r] for r in requests], device=device)  # [n]
     num_blocks = -(-max(step.seq_lens[r] for r in requests) // step.block_size)

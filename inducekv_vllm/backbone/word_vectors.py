@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -35,6 +36,7 @@ class WordVectors:
         """`embeddings` [V, d], any float type."""
         self._tokenizer, self._embeddings = tokenizer, embeddings
         self._cached: LRUCache[str, FloatArray] = LRUCache(CACHED_WORDS)
+        self._lock = Lock()
 
     @classmethod
     def of(
@@ -52,14 +54,17 @@ class WordVectors:
         return cls(tokenizer, input_embeddings(model, revision, cache))
 
     def __call__(self, words: Sequence[str]) -> FloatArray:
-        """[n, d] float32, of norm 1."""
-        if new := [word for word in words if word not in self._cached]:
-            vectors = self._compute(new)
-            if len(words) > CACHED_WORDS:
-                found = dict(zip(new, vectors, strict=True))
-                return np.stack([found[word] if word in found else self._cached[word] for word in words])
-            self._cached.update(zip(new, vectors, strict=True))
-        return np.stack([self._cached[word] for word in words])
+        """[n, d] float32, of norm 1. Any thread may call it: a bundle is loaded while another one is asked."""
+        with self._lock:
+            cached = {word: self._cached.get(word) for word in words}
+        found = {word: vector for word, vector in cached.items() if vector is not None}
+        if new := [word for word in cached if word not in found]:
+            computed = dict(zip(new, self._compute(new), strict=True))
+            found |= computed  # the cache may not hold all of them at once
+            if len(cached) <= CACHED_WORDS:
+                with self._lock:
+                    self._cached.update(computed)
+        return np.stack([found[word] for word in words])
 
     def _compute(self, words: Sequence[str]) -> FloatArray:
         # As it stands behind another word; for many vocabularies the first word of a text is another token.

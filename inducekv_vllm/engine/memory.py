@@ -14,8 +14,8 @@ from vllm.lora.request import LoRARequest
 from ..bundle import Bundle, EntryRecord
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import DatedEntries
+from ..protocol import DecideSpec, InjectionSpec, TaskAdapter
 from ..retrieval.entry_terms import Weighting
-from .wire import DecideSpec, Decision, InjectionSpec, TaskAdapter
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,3 @@ class Memory(DatedEntries):
         start = first_active_position(self.metadata.activation_of(None), token_ids, placeholders)
         expired = self.num_entries - len(alive)
         return InjectionSpec(self.digest, tuple(alive), (1.0,) * len(alive), False, start, expired)
-
-
-def undisputed(spec: DecideSpec | InjectionSpec | None) -> Decision | None:
-    """The decision about a request that the workers do not have to decide."""
-    return None if isinstance(spec, DecideSpec) else Decision(spec, source="none")

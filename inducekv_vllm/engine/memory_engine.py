@@ -8,7 +8,7 @@ output brings the decision (`scheduler.py`): metrics, spans, traces and the audi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -25,7 +25,9 @@ from vllm.sampling_params import SamplingParams
 from ..backbone.placeholders import placeholder_ids
 from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..host.config import InduceKVConfig
-from .memory import Memory, undisputed
+from ..protocol import Decision, decision_without_worker
+from .journal import EngineJournal
+from .memory import Memory
 from .metrics import BundleMetrics
 from .observation import Observation, observing
 from .options import (
@@ -41,12 +43,6 @@ from .owner import OWNER
 from .pictures import picture_params, state_in
 from .stopping import EngineStop
 from .trace import describe
-from .wire import Decision
-
-RecordAnswer = Callable[[str, str, dict[str, Any]], Awaitable[None]]
-NoteFacts = Callable[[str, Sequence[str]], None]
-NoteDecision = Callable[[str, Memory, Decision], None]
-PutTrace = Callable[[str, str | None, str, dict[str, Any]], Awaitable[None]]
 
 
 class MemoryRequest(LoRARequest):
@@ -80,28 +76,16 @@ class MemoryEngine:
         memories: MemorySource,
         config: InduceKVConfig,
         stop: EngineStop | None = None,
-        record_answer: RecordAnswer | None = None,
-        put_trace: PutTrace | None = None,
-        note_facts: NoteFacts | None = None,
-        note_decision: NoteDecision | None = None,
+        journal: EngineJournal | None = None,
     ) -> None:
-        """
-        Args:
-            record_answer: called before each answer with its request id, its owner and what it is answered with.
-            put_trace: called at the end of each answer that is traced, with its owner, cache salt and request id.
-            note_facts: called before each answer from facts, with the name of the bundle and the ids of the facts.
-            note_decision: called before each answer with the name of the bundle and what was decided.
-        """
         self._client = client
         self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
         self._memories = memories
         self._config = config
-        self._record_answer = record_answer
+        self._journal = journal
         self._placeholders = placeholder_ids(client.model_config.hf_config)
         self._tracing = client.vllm_config.observability_config.otlp_traces_endpoint is not None
-        self._put_trace = put_trace
-        self._note_facts, self._note_decision = note_facts, note_decision
 
     def generate(
         self,
@@ -160,7 +144,7 @@ class MemoryEngine:
             outputs = self._plain_generate(
                 prompt, with_spec(params, spec), request_id, lora_request=lease.adapter, **options
             )
-            decision = undisputed(spec)
+            decision = decision_without_worker(spec)
             is_noted = False
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -174,8 +158,8 @@ class MemoryEngine:
                         observed.finished(output)
                     if output.finished and memory_options.trace and decision is not None:
                         trace = {**describe(metrics.bundle, memory, decision), "timings": observed.timings}
-                        if self._put_trace is not None:
-                            await self._put_trace(owner, cache_salt_of(prompt), request_id, trace)
+                        if self._journal is not None:
+                            await self._journal.put_trace(owner, cache_salt_of(prompt), request_id, trace)
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}
                     yield output
 
@@ -205,14 +189,15 @@ class MemoryEngine:
     ) -> None:
         """Before the answer begins."""
         observed.decided(decision)
-        if self._note_decision is not None:
-            self._note_decision(name, memory, decision)
-        if self._note_facts is not None and decision.facts is not None:
-            self._note_facts(name, [memory.metadata.facts[number].id for number in decision.facts.facts])
-        if self._record_answer is None:
+        if self._journal is None:
+            return
+        self._journal.note_decision(name, memory, decision)
+        if decision.facts is not None:
+            self._journal.note_facts(name, [memory.metadata.facts[number].id for number in decision.facts.facts])
+        if not self._config.audit_answers:
             return
         try:
-            await self._record_answer(request_id, owner, describe(name, memory, decision))
+            await self._journal.record_answer(request_id, owner, describe(name, memory, decision))
         except InduceKVError as error:  # without a record there is no answer
             raise RetryableRequestError(str(error)) from error
 

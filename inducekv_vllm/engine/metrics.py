@@ -14,8 +14,8 @@ from typing import Final, get_args
 from prometheus_client import Counter, Gauge, Histogram
 
 from ..gate import Closed
+from ..protocol import Decision, Source
 from .memory import Memory
-from .wire import Decision, Source
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 

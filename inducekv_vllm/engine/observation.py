@@ -10,10 +10,10 @@ from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
+from ..protocol import Decision, Untouched
 from .memory import Memory
 from .metrics import BundleMetrics
 from .spans import RequestSpan
-from .wire import Decision
 
 CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError)  # answered with 4xx
 
@@ -51,7 +51,7 @@ class Observation:
     @property
     def timings(self) -> dict[str, float | str]:
         """For a trace."""
-        decision = self._decision or Decision(None)
+        decision = self._decision or Decision(Untouched())
         return {
             "decision_source": decision.source,
             "decision_ms": 1e3 * decision.seconds,

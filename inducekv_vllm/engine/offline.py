@@ -34,12 +34,13 @@ from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from ..host.config import InduceKVConfig
+from ..pace import poll_delays
+from ..protocol import DecideSpec, Decision, InjectionSpec, decision_without_worker
 from ..teaching import WhenFull, forgotten, taught
-from .memory import Memory, undisputed
+from .memory import Memory
 from .memory_engine import taken_from
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
 from .pictures import picture_params, state_in
-from .wire import DecideSpec, Decision, InjectionSpec, poll_delays
 
 _T = TypeVar("_T")
 
@@ -223,7 +224,7 @@ class MemoryLLM:
         all_params = [with_spec(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)
         return [
-            MemoryAnswer(output, None if each is None else undisputed(spec) or taken_from(output))
+            MemoryAnswer(output, None if each is None else decision_without_worker(spec) or taken_from(output))
             for output, each, spec in zip(outputs, memories, specs, strict=True)
         ]
 

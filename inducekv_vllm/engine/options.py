@@ -11,8 +11,8 @@ from vllm.inputs import EngineInput
 from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import SamplingParams
 
+from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec
 from .memory import Memory
-from .wire import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec
 
 OPTION_PREFIX = "inducekv_"
 TRACE_OPTION = "inducekv_trace"

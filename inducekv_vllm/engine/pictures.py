@@ -10,8 +10,8 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from ..errors import TaskDataError, UnsupportedModel
+from ..protocol import PICTURE_SPEC, Decision
 from .options import with_spec
-from .wire import PICTURE_SPEC, Decision
 
 
 def picture_params() -> SamplingParams:

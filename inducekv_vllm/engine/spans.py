@@ -13,8 +13,8 @@ from opentelemetry.trace import Span, SpanKind, get_tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import StatusCode
 
+from ..protocol import Decision
 from .memory import Memory
-from .wire import Decision
 
 SPAN = "inducekv_request"
 
@@ -43,8 +43,8 @@ class RequestSpan:
             facts["inducekv.gate.margin"] = max(decision.margins)
         if decision.task is not None:
             facts["inducekv.task"] = decision.task
-        if decision.injection is not None:
-            facts["inducekv.entries"] = len(decision.injection.entries)
+        if decision.entries:
+            facts["inducekv.entries"] = len(decision.entries)
         if decision.facts is not None:
             facts["inducekv.facts"] = len(decision.facts.facts)
         if decision.similarity is not None:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..protocol import Decision
 from .memory import Memory
-from .wire import Decision
 
 
 def describe(name: str, memory: Memory, decision: Decision) -> dict[str, Any]:
     """A decision as JSON: the bundle, the gate's part, and the entries by decreasing weight."""
-    record, spec = memory.metadata.adapter_of(decision.task), decision.injection
-    entries = zip(spec.entries, spec.weights, strict=True) if spec is not None else ()
+    record = memory.metadata.adapter_of(decision.task)
     return {
         "bundle": name,
         "digest": memory.digest,
         "form": memory.metadata.form,
         "weighting": memory.weighting,
-        "start": spec.start if spec is not None else None,
+        "start": decision.first_active,
         "adapter": record.digest if record is not None else None,
         "num_entries": memory.num_entries,
         "gate": describe_gate(memory, decision),
-        "remainder": spec is not None and spec.remainder and len(spec.entries) < memory.num_entries,
+        "remainder": decision.keeps_remainder and len(decision.entries) < memory.num_entries,
         "entries": [
             {"index": index, "id": memory.entries[index].id, "task": memory.entries[index].task, "weight": weight}
-            for index, weight in entries
+            for index, weight in decision.entries
         ],
         "facts": describe_facts(memory, decision),
     }

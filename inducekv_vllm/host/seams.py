@@ -1,15 +1,18 @@
 """What InduceKV takes of vLLM that no version promises: looked for at start, on a version that was never tried.
 
-Names that modules import say so themselves, so they are read from the sources. The others are methods that we override
-or call; `SEAMS` has them with the parameters that we name or count on.
+Names that modules import say so themselves, so they are read from the sources. `SEAMS` has methods that we override or
+call, with the parameters that we name or count on. `ATTRIBUTES` has what the scheduler and the adapters of the runners
+read and set on vLLM's objects; on `OPEN` ones they set attributes of their own.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,11 +38,49 @@ SEAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.model_executor.models:ModelRegistry.register_model": (),
     "vllm.renderers.base:BaseRenderer.render_chat_async": ("conversations", "chat_params"),
 }
+ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
+    "vllm.v1.request:Request": (
+        *("_block_hasher", "block_hashes", "drop_stale_output", "events", "is_prefill_chunk", "lora_request"),
+        *("mm_features", "next_decode_eligible_step", "num_computed_tokens", "num_output_placeholders"),
+        *("num_prompt_tokens", "skip_reading_prefix_cache", "spec_token_ids", "status"),
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        *("encoder_cache_mismatch_reqs", "hash_block_size", "kv_cache_config", "requests", "running", "vllm_config"),
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        *("finished_req_ids", "num_scheduled_tokens", "preempted_req_ids", "scheduled_cached_reqs"),
+        "scheduled_new_reqs",
+    ),
+    "vllm.v1.core.sched.output:CachedRequestData": ("new_block_ids", "req_ids", "resumed_req_ids"),
+    "vllm.v1.core.sched.output:NewRequestData": (
+        *("block_ids", "mm_features", "prompt_token_ids", "req_id", "sampling_params"),
+    ),
+    "vllm.v1.outputs:ModelRunnerOutput": ("prompt_logprobs_dict", "req_id_to_index", "sampled_token_ids"),
+    "vllm.v1.engine:EngineCoreOutput": ("finished", "kv_transfer_params", "request_id"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+        *("attn_groups", "execute_model_state", "input_batch", "requests"),
+    ),
+    "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("hidden_states",),
+    "vllm.v1.worker.gpu_input_batch:InputBatch": ("num_computed_tokens_cpu", "req_ids"),
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
+        *("generator", "lora_request", "mm_features", "sampling_params"),
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("attn_groups", "execute_model_state", "req_states", "sampler"),
+    "vllm.v1.worker.gpu.model_runner:ExecuteModelState": ("hidden_states",),
+    "vllm.v1.worker.gpu.states:RequestState": (
+        *("apply_staged_writes", "num_computed_tokens", "prompt_len", "req_id_to_index", "total_len"),
+    ),
+    "vllm.v1.worker.gpu.input_batch:InputBatch": ("num_computed_tokens_np", "num_scheduled_tokens", "req_ids"),
+    "vllm.v1.worker.gpu.sample.sampler:Sampler": ("penalties_state",),
+    "vllm.v1.worker.gpu.sample.penalties:PenaltiesState": ("output_bin_counts", "use_penalty"),
+}
+OPEN: Final = ("vllm.v1.core.sched.output:SchedulerOutput", "vllm.v1.outputs:ModelRunnerOutput")
 
 
 def missing_seams() -> list[str]:
     """What the installed vLLM lacks, each with the place that needs it; empty if everything is there."""
-    return [*_missing_names(Path(__file__).parents[1]), *_missing_methods(SEAMS)]
+    names = _missing_names(Path(__file__).parents[1])
+    return [*names, *_missing_methods(SEAMS), *_missing_attributes(ATTRIBUTES), *_closed(OPEN)]
 
 
 def _missing_names(package: Path) -> Iterator[str]:
@@ -74,15 +115,65 @@ def _has(module: str, name: str) -> bool:
 
 def _missing_methods(seams: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     for place, parameters in seams.items():
-        module, _, path = place.partition(":")
-        try:
-            found: Any = importlib.import_module(module)
-            for part in path.split("."):
-                found = getattr(found, part)
-            known = inspect.signature(found).parameters
-        except (ImportError, AttributeError):
-            yield f"{module}.{path}"
+        if (found := _found(place)) is None:
+            yield _dotted(place)
             continue
+        known = inspect.signature(found).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
         if not takes_all and (others := [name for name in parameters if name not in known]):
-            yield f"{module}.{path}: the parameter {others[0]}"
+            yield f"{_dotted(place)}: the parameter {others[0]}"
+
+
+def _missing_attributes(attributes: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    for place, names in attributes.items():
+        if (kind := _found(place)) is None:
+            yield _dotted(place)
+            continue
+        known = _attributes_of(kind)
+        yield from (f"{_dotted(place)}.{name}" for name in names if name not in known)
+
+
+def _attributes_of(kind: type) -> set[str]:
+    """What a class and its bases define, declare, or set on their own instances."""
+    found = set(dir(kind))
+    for base in kind.__mro__:
+        found |= set(vars(base).get("__annotations__", ()))
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):  # a class without a source in Python
+            continue
+        found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_set_on_self(node)}
+    return found
+
+
+def _is_set_on_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _closed(places: Sequence[str]) -> Iterator[str]:
+    """Those whose instances take no attributes of ours."""
+    for place in places:
+        if (kind := _found(place)) is None:
+            yield _dotted(place)
+        elif not kind.__dictoffset__ or _is_frozen(kind):
+            yield f"{_dotted(place)}: it takes no attribute of another name"
+
+
+def _is_frozen(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind) and bool(vars(kind)["__dataclass_params__"].frozen)
+
+
+def _found(place: str) -> Any:
+    """What lies at "module:path"; None if nothing does."""
+    module, _, path = place.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+def _dotted(place: str) -> str:
+    return place.replace(":", ".")

@@ -8,7 +8,7 @@ Shapes: R rows, V vocabulary, n answers of at most A tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,9 +17,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from ..engine.wire import EXTRA_ARGS_KEY
 from ..facts import Answers, mixed, next_tokens
 from ..facts.answers import mixed_rows
+from ..protocol import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,33 +35,8 @@ def register(config: VllmConfig, *, is_v2: bool) -> None:
         model.logits_processors = [*(model.logits_processors or ()), ours]
 
 
-class AnsweringRequests:
-    """The answers of a worker's requests, put where the processors look for them."""
-
-    def __init__(self) -> None:
-        self._answers: dict[str, Answers] = {}
-        self._params: dict[str, SamplingParams] = {}
-
-    def start(self, request_id: str, params: SamplingParams | None) -> None:
-        """A request with memory starts, or comes back as a new one after a preemption."""
-        if params is not None:
-            self._params[request_id] = params
-            if request_id in self._answers:
-                _put(params, self._answers[request_id])
-
-    def answer(self, request_id: str, answers: Answers) -> None:
-        """From now on, the request's next tokens follow these answers, too."""
-        self._answers[request_id] = answers
-        if request_id in self._params:
-            _put(self._params[request_id], answers)
-
-    def finish(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._answers.pop(request_id, None)
-            self._params.pop(request_id, None)
-
-
-def _put(params: SamplingParams, answers: Answers) -> None:
+def put_answers(params: SamplingParams, answers: Answers) -> None:
+    """Put a request's answers where the processors look for them."""
     params.extra_args = {**(params.extra_args or {}), ANSWERS: answers}
 
 

@@ -1,6 +1,6 @@
 """What the workers of all platforms share: resident bundles, decisions, and the memory of running requests.
 
-The API process talks to a worker through the RPC methods `inducekv_*`; `engine/wire.py` has what a request carries.
+The API process talks to a worker through the RPC methods `inducekv_*`; `protocol.py` has what a request carries.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import (
@@ -28,16 +26,15 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from ..attention.memory_attention import MemoryAttention, dtype_of
 from ..attention.pool import ENTRY_TOKENS, MemoryPool, PoolShape
-from ..attention.request_table import MemoryOfRequests
-from ..attention.resident_bundle import RequestMemory, ResidentBundle, kv_heads_of_rank
+from ..attention.resident_bundle import ResidentBundle, kv_heads_of_rank
 from ..attention.resident_gate import ResidentGate
+from ..attention.slots import Slots
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
 from ..engine.gate_log import GateLog
-from ..engine.wire import STARTS, InjectionSpec, Start, parse_spec
 from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
 from ..facts.pictures import LAYER
 from ..host.config import InduceKVConfig
@@ -45,16 +42,15 @@ from ..host.device import Device, device_of
 from ..host.logs import logger_of
 from ..host.requirements import check_engine, check_maps
 from ..host.runner import RunnerTables, StepRows, follow_runner
-from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
-from .answering import AnsweringRequests, register
+from .answering import register
 from .cached_values import CachedValues
-from .deciding import Deciding
+from .decisions import Deciding, Decisions
+from .prompts import PromptReader
+from .requests import WorkerRequests
 from .resident import ResidentBundles
-from .same_pass import SamePass
-from .undecided import Undecided, UndecidedRequests
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -78,17 +74,12 @@ class MemoryWorker(Worker):
         self.resident = ResidentBundles(self._load_bundle, self._is_stepping)
         self._last_step = -math.inf  # when it began or ended
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
-        self._completed: list[tuple[str, Undecided]] = []  # in the running step
-        self.answering = AnsweringRequests()
         # Set when the device is known, the model is loaded, and the KV cache is there.
         self.pool: MemoryPool
-        self.memory_of_requests: MemoryOfRequests
+        self.requests: WorkerRequests
         self.attention: MemoryAttention
         self.cached_values: CachedValues
-        self.undecided: UndecidedRequests
-        self._placeholders: frozenset[int]  # the ids of tokens that stand for media
-        self.deciding: Deciding | None = None  # on the first rank
-        self.same_pass: SamePass | None = None  # if it is the only one
+        self.decisions: Decisions
         self._device: Device
         self._runner: RunnerTables
 
@@ -130,11 +121,9 @@ class MemoryWorker(Worker):
             "memory pool: %d tokens (%d entries of %d), %.1f MiB",
             *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(dtype) / 2**20),
         )
-        self.memory_of_requests = MemoryOfRequests(num_slots, self._fill_slot, self.resident.release)
+        slots = Slots(num_slots, lambda memory: self.attention.fill(memory))
+        self.requests = WorkerRequests(slots, self.resident.__getitem__, self.resident.release)
         self.attention = self.make_attention(num_slots, self.settings.memory_request_entries)
-
-    def _fill_slot(self, memory: RequestMemory) -> None:
-        self.attention.fill(memory)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -147,14 +136,21 @@ class MemoryWorker(Worker):
         builders = [builder for group in groups for builder in group.metadata_builders]
         self.attention.attach(kv_cache_config, layers, builders)
         self.cached_values = CachedValues(kv_cache_config, layers, self.attention.cached_values, self._device)
-        self._placeholders = placeholders = frozenset(placeholder_ids(self.model_config.hf_config))
-        self.undecided = UndecidedRequests(
+        placeholders = frozenset(placeholder_ids(self.model_config.hf_config))
+        prompts = PromptReader(
             self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._all_heads, self._device
         )
-        if get_tensor_model_parallel_rank() == 0:
-            gate_log = GateLog.of(self.settings)
-            self.deciding = Deciding(placeholders, gate_log)
-            self.same_pass = self._make_same_pass(self.deciding, kv_cache_config)
+        is_first, is_alone = get_tensor_model_parallel_rank() == 0, get_tensor_model_parallel_world_size() == 1
+        caches = kv_cache_config.kv_cache_groups
+        self.decisions = Decisions(
+            self.requests,
+            prompts,
+            Deciding(placeholders, GateLog.of(self.settings)) if is_first else None,
+            self.attention,
+            placeholders,
+            is_alone=is_alone,
+            block_size=caches[0].kv_cache_spec.block_size if is_alone and len(caches) == 1 else None,
+        )
 
     def _all_heads(self, features: Tensor) -> Tensor:
         """Features [F] of all KV heads, from those of this rank's heads."""
@@ -174,12 +170,6 @@ class MemoryWorker(Worker):
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         return rank % max(1, ranks // self.model_config.get_total_num_kv_heads()) == 0
 
-    def _make_same_pass(self, deciding: Deciding, kv_cache: KVCacheConfig) -> SamePass | None:
-        if get_tensor_model_parallel_world_size() > 1 or len(kv_cache.kv_cache_groups) > 1:
-            return None
-        block_size = kv_cache.kv_cache_groups[0].kv_cache_spec.block_size
-        return SamePass(self.undecided, deciding, self.attention, self._inject, self.answering.answer, block_size)
-
     def _is_of_target(self, layer: str) -> bool:
         """Whether it is the served model's, not that of a model that makes drafts for it."""
         num_layers = self.model_config.get_num_layers(self.parallel_config)
@@ -194,11 +184,11 @@ class MemoryWorker(Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         self._last_step = time.monotonic()
         self._device.begin_step()
-        self._follow_schedule(scheduler_output)
+        self.decisions.before_pass(self.requests.follow(scheduler_output, self._runner))
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
             if self._rows is not None:
-                self._completed += self.undecided.complete(self._rows, self._runner.final_hidden)
+                self.decisions.after_pass(self._rows, self._runner.final_hidden)
             return output
         finally:
             self._rows = None
@@ -206,96 +196,15 @@ class MemoryWorker(Worker):
             self._last_step = time.monotonic()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The step's tokens, with the first rank's decisions about the prompts that the step has completed."""
-        output = super().sample_tokens(grammar_output)
-        completed, self._completed = self._completed, []
-        if not completed or self.deciding is None:
-            return output
-        return self.deciding.attached(output, completed)
+        return self.decisions.attached(super().sample_tokens(grammar_output))
 
     def _is_stepping(self) -> bool:
         return time.monotonic() - self._last_step < STEPPING_S
 
-    def _follow_schedule(self, scheduled: SchedulerOutput) -> None:
-        """Assign slots to requests that start or resume in this step; release those of requests that stopped."""
-        self.memory_of_requests.finish(list(scheduled.finished_req_ids))
-        self.undecided.finish(scheduled.finished_req_ids)
-        self.answering.finish(scheduled.finished_req_ids)
-        self.memory_of_requests.preempt(list(scheduled.preempted_req_ids or ()))
-        starts: dict[str, Start] = getattr(scheduled, STARTS, {})
-        for request_id in starts:
-            self.undecided.settle(request_id)
-        for request in scheduled.scheduled_new_reqs:
-            self._start_request(request)
-        cached = scheduled.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            blocks = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                self.memory_of_requests.resume(request_id)
-                assert blocks is not None
-                self.undecided.restart(request_id, blocks)
-            elif blocks is not None:
-                self.undecided.extend(request_id, blocks)
-        for request_id, start in starts.items():
-            self._start_decided(scheduled, request_id, start)
-
-    def _start_request(self, request: NewRequestData) -> None:
-        """Start a request, or resume one: to the V2 runner resumed requests come back as new.
-
-        To any runner, so does one that was preempted before its first step.
-        """
-        spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        if spec is not None:
-            self.answering.start(request.req_id, request.sampling_params)
-        if request.req_id in self.memory_of_requests:
-            self.memory_of_requests.resume(request.req_id)  # its bundle may have been unloaded
-        elif isinstance(spec, InjectionSpec):
-            self._inject(request.req_id, spec)
-        elif spec is not None and self.undecided.knows(request.req_id):
-            self.undecided.restart(request.req_id, request.block_ids)
-        elif spec is not None:
-            bundle = self.resident[spec.bundle] if spec.bundle else None
-            token_ids = request.prompt_token_ids
-            assert token_ids is not None  # prompt embeddings are refused at start
-            undecided = self.undecided.start(request.req_id, spec, bundle, token_ids, request.block_ids)
-            if bundle is not None and self._can_decide_now(bundle, token_ids):
-                self._decide_now(request.req_id, undecided)
-
-    def _can_decide_now(self, bundle: ResidentBundle, token_ids: Sequence[int]) -> bool:
-        """A bundle of facts alone needs nothing but the prompt's words. Other ranks would not hear of it in time."""
-        is_alone = self.deciding is not None and get_tensor_model_parallel_world_size() == 1
-        has_all = bundle.picture_marks is None or self._placeholders.isdisjoint(token_ids)
-        return is_alone and bundle.facts is not None and bundle.gate is None and not bundle.num_entries and has_all
-
-    def _decide_now(self, request_id: str, request: Undecided) -> None:
-        assert self.deciding is not None
-        request.decision = replace(self.deciding.decide(request), same_pass=True)
-        if request.decision.facts is not None:
-            self.answering.answer(request_id, request.decision.facts.answers)
-
-    def _start_decided(self, scheduled: SchedulerOutput, request_id: str, start: Start) -> None:
-        """A request goes on as it was decided; a token that was sampled before is taken back."""
-        if start.media is not None:
-            self._runner.give_media(request_id, start.media)
-        if start.answers is not None:
-            self.answering.answer(request_id, start.answers)
-        if start.injection is not None:
-            self._inject(request_id, start.injection)
-        has_more = start.injection is not None or start.answers is not None
-        if has_more and request_id in scheduled.scheduled_cached_reqs.req_ids:
-            self._runner.take_back(request_id, start.position)
-        if start.adapter is not None:
-            self._runner.switch_adapter(request_id, start.adapter.lora_request)
-
-    def _inject(self, request_id: str, spec: InjectionSpec) -> None:
-        bundle = self.resident[spec.bundle]
-        self.memory_of_requests.start(request_id, spec.content, bundle, _terms(spec, bundle), spec.start)
-
     def _begin_step(self, rows: StepRows) -> None:
         self._rows = rows
         self.attention.begin_step(rows)
-        if self.same_pass is not None:
-            self.same_pass.begin_step(rows)
+        self.decisions.begin_step(rows)
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 
@@ -366,7 +275,7 @@ class MemoryWorker(Worker):
 
     def inducekv_stats(self) -> dict[str, Any]:
         """Report what this worker holds; tests use it to check that nothing leaks."""
-        slots = self.memory_of_requests.slots
+        slots = self.requests.slots
         return {
             "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
             "pool_bytes": self.pool.shape.nbytes(dtype_of(self.model_config)),
@@ -374,13 +283,13 @@ class MemoryWorker(Worker):
             "pool_tokens_free": self.pool.num_free_tokens,
             "slots_used": slots.used,
             "slots": slots.capacity,
-            "requests_known": len(self.undecided),
+            "requests_known": len(self.requests.by_id),
         }
 
     def shutdown(self) -> None:
         self.resident.close()
-        if self.deciding is not None:
-            self.deciding.close()
+        if hasattr(self, "decisions"):  # a start may end before
+            self.decisions.close()
         super().shutdown()
 
 
@@ -393,14 +302,3 @@ def check_most_entries(bundle: Bundle, most: int) -> None:
             f"a request may read {read} entries of the bundle, and {most} fit a slot; start the server with a larger "
             "memory_request_entries"
         )
-
-
-def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> EntryTerms:
-    return entry_terms(
-        Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
-        bundle.weighting,
-        payload_tokens=bundle.payload_tokens,
-        num_entries=bundle.num_entries,
-        num_expired=spec.expired,
-        remainder=spec.remainder,
-    )

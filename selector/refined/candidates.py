@@ -2,7 +2,7 @@
 
 Memory that acts later costs less to serve, because the prompt before it is the untouched model's, and some tasks are
 better off with it. Latest of all is memory that acts on the generation, and only in the layers from the gate's last one
-on: it costs a request no second pass (`inducekv_vllm.workers.same_pass`). Tasks that combine what the model knows want
+on: it costs a request no second pass (`inducekv_vllm.workers.decisions`). Tasks that combine what the model knows want
 a lower learning rate than tasks with new pictures.
 
 What a task wants shows early, so the search is successive halving [https://arxiv.org/abs/1502.07943]. Of trainings that

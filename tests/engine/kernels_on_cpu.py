@@ -41,7 +41,7 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
         return (KernelsBesideCPUCache if self.has_cpu_cache else ReplayedKernels)(
             self.pool,
             KernelTables(num_slots, most_entries, self.pool.shape.num_layers, self._device),
-            self.memory_of_requests,
+            self.requests.by_id,
             self._device,
             self.model_config,
             Processors(count=2),

@@ -27,8 +27,8 @@ from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
 from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
-from inducekv_vllm.engine.wire import Decision
 from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
+from inducekv_vllm.protocol import Decision
 from inducekv_vllm.retrieval.entry_terms import Weighting
 from selector.backbone.extraction import extract
 from selector.backbone.generation import score

@@ -184,25 +184,32 @@ def test_gates_and_uniform_memory_in_one_batch_under_preemption(served: MemoryEn
 
 
 @pytest.mark.parametrize("map_rank", [0, 3])
-def test_memory_of_the_generation_joins_the_pass_that_decides(served: MemoryEngine, map_rank: int) -> None:
+def test_memory_of_the_generation_joins_the_pass_that_decides(
+    served: MemoryEngine, map_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Task "a" does nothing before the gate's last layer; task "b" does, and so its requests go back."""
     questions, tasks = prompts(12, seed=31), [("a", None, "b", "a")[i % 4] for i in range(12)]
     with served.gated(questions, tasks, last_layer=2, **silent_below(served.world, 2, map_rank)):
-        before = rewound(served)
+        went_back = spied_go_back(served, monkeypatch)
         answers = served.check(questions, ["gated"] * len(questions))
         assert [answer.decision and answer.decision.task for answer in answers] == tasks
         joined = [answer.decision is not None and answer.decision.same_pass for answer in answers]
         lengths = [len(answer.output.prompt_token_ids or ()) for answer in answers]
         assert joined == [task == "a" and T % BLOCK > 0 for task, T in zip(tasks, lengths, strict=True)]
         assert any(joined)
-        assert rewound(served) - before == sum(task is not None for task in tasks) - sum(joined)
+        assert len(went_back) == sum(task is not None for task in tasks) - sum(joined)
         again = served.check(questions, ["gated"] * len(questions))  # with cached decisions and blocks
         assert all(answer.decision is not None and answer.decision.source == "cached" for answer in again)
 
 
-def rewound(served: MemoryEngine) -> int:
-    """How many requests have gone back."""
-    return int(served.offline.llm.llm_engine.engine_core.engine_core.scheduler.rewound.total())
+def spied_go_back(served: MemoryEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests that go back from now on."""
+    scheduler, names = served.offline.llm.llm_engine.engine_core.engine_core.scheduler, list[str]()
+    go_back = scheduler.go_back
+    monkeypatch.setattr(
+        scheduler, "go_back", lambda request, start: names.append(request.request_id) or go_back(request, start)
+    )
+    return names
 
 
 def preemptions(served: MemoryEngine) -> int:

@@ -13,8 +13,8 @@ import torch
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
 from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
-from inducekv_vllm.engine.wire import DecideSpec
-from inducekv_vllm.workers.deciding import injection_of
+from inducekv_vllm.protocol import DecideSpec, InjectionSpec, Untouched
+from inducekv_vllm.workers.decisions import outcome_of
 from selector.update.forget import without_entries
 from tests.bundles import d, random_bundle, random_gate, random_gated_bundle
 
@@ -108,16 +108,17 @@ def test_a_memory_without_a_gate_is_gone_with_its_last_entry(tmp_path: Path) -> 
     assert memory.lookup(queries()[0], None, MADE).retrieval is not None
     gone = memory.lookup(queries()[0], None, EARLY)
     assert (gone.retrieval, gone.gate_decision, gone.num_expired) == (None, None, 5)
-    assert injection_of(memory, SPEC, gone, [1, 2, 3], set()) is None
+    assert outcome_of(memory, SPEC, gone, [1, 2, 3], set()) == Untouched()
 
 
 def test_the_spec_of_a_request_says_how_many_have_expired(tmp_path: Path) -> None:
     """So memory slots and prefix-cache hashes of before do not match afterwards, even for the same entries."""
     memory = index(expiring(random_bundle(), {"e0": EARLY}), tmp_path)
     query = queries()[0]
-    specs = [injection_of(memory, SPEC, memory.lookup(query, 1, now), [1], set()) for now in (MADE, EARLY)]
-    assert [spec.expired for spec in specs if spec is not None] == [0, 1]
-    assert len({spec.content for spec in specs if spec is not None}) == 2
+    outcomes = [outcome_of(memory, SPEC, memory.lookup(query, 1, now), [1], set()) for now in (MADE, EARLY)]
+    specs = [outcome for outcome in outcomes if isinstance(outcome, InjectionSpec)]
+    assert [spec.expired for spec in specs] == [0, 1]
+    assert len({spec.content for spec in specs}) == 2
 
 
 def test_a_decision_holds_until_the_next_entry_expires(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
+<<<<<<< HEAD
 from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
+=======
+from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
+from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
+from inducekv_vllm.engine.offline import MemoryAnswer
+>>>>>>> wt/request
 from inducekv_vllm.errors import UnknownFact
 from selector.update.forget import without_entries
 from selector.update.regate import with_gate
@@ -151,6 +157,36 @@ def test_facts_expire_and_the_newest_counts(facts: Facts) -> None:
     facts.teach("dated", [*stored, newer])
     answers = facts.check("dated", [asked("Lima"), asked("Cairo"), asked("Seoul")])
     assert [facts.found("dated", each) for each in answers] == [[], ["newer"], ["codes/Seoul"]]
+
+
+@pytest.mark.skipif(WORKER_VARIABLE in os.environ, reason="the worker is another process")
+def test_a_search_that_raises_ends_its_own_request(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the forward pass, in it, and after it; and the engine goes on."""
+    world, questions = facts.served.world, [asked("Lima"), asked("Oslo")]
+    facts.teach("raises", [fact(city, id=f"r/{city}") for city in CITIES])
+    for name, last_layer in (("raises in the pass", 1), ("raises after it", None)):
+        bundle = gated_bundle(world, questions, ["a", "a"], last_layer, **silent_below(world, 1, 0))
+        facts.teach(name, [fact(city, task="c") for city in CITIES], bundle)
+    find = StoredFacts.find
+
+    def raise_for_lima(self: StoredFacts, token_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        if "lima" in (facts.reader.question(token_ids) or ()):
+            raise KeyError("lima")
+        return find(self, token_ids, *args, **kwargs)
+
+    names = ["raises", "raises in the pass", "raises after it"]
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredFacts, "find", raise_for_lima)
+        for name in names:
+            failed, answered = facts.served.chat(questions, [name] * 2, greedy())
+            assert failed.decision is not None
+            assert failed.decision.error is not None
+            assert "KeyError" in failed.decision.error
+            assert failed.output.outputs[0].finish_reason == "error"
+            assert len(failed.output.outputs[0].token_ids) == 0
+            assert facts.found(name, answered) == [f"{'r' if name == 'raises' else 'c'}/Oslo"]
+    for name in names:
+        assert len(facts.found(name, facts.check(name, questions[:1])[0])) == 1
 
 
 @pytest.mark.slow

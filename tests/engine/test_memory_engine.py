@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +18,31 @@ from inducekv_vllm.engine.memory_engine import MemoryEngine
 from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.protocol import Decision
 from tests.engine.parity import World
 from tests.engine.served import Served, handle, last
 
 pytestmark = pytest.mark.anyio
+AUDITED = InduceKVConfig(audit_answers=True, state="/nowhere")
+
+
+class Journal:
+    """An `EngineJournal` that notes nothing, but for what it is given."""
+
+    def __init__(self, **methods: Any) -> None:
+        vars(self).update(methods)
+
+    def note_decision(self, name: str, memory: Memory, decision: Decision) -> None:
+        pass
+
+    def note_facts(self, name: str, facts: Sequence[str]) -> None:
+        raise AssertionError(f"{name} has no facts")
+
+    async def record_answer(self, request_id: str, owner: str, trace: dict[str, Any]) -> None:
+        raise AssertionError("answers are not audited")
+
+    async def put_trace(self, owner: str, cache_salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
+        pass
 
 
 async def test_the_memory_is_used(served: Served) -> None:
@@ -106,7 +127,7 @@ async def test_an_answer_that_cannot_be_recorded_is_not_given(served: Served) ->
             raise ConfigError("state: No space left on device")
         recorded.append((request_id, owner, trace))
 
-    engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(), record_answer=record)
+    engine = MemoryEngine(served.llm, served.memories, AUDITED, journal=Journal(record_answer=record))
     params = SamplingParams(max_tokens=2, temperature=0, extra_args={"inducekv_trace": 1})
     with pytest.raises(RetryableRequestError, match="No space left"):
         await last(engine.generate(await served.render(seed=81), params, "refused", lora_request=handle()))
@@ -123,7 +144,7 @@ async def test_an_owner_shares_decisions_and_nobody_else(served: Served) -> None
     async def put_trace(owner: str, salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
         kept.append((owner, salt, request_id, trace["digest"]))
 
-    engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(), put_trace=put_trace)
+    engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(), journal=Journal(put_trace=put_trace))
 
     async def source(request_id: str, owner: str) -> str:
         OWNER.set(owner)
@@ -143,7 +164,7 @@ async def test_the_first_output_of_a_stream_tells_the_decision(served: Served) -
     async def record(request_id: str, *_: Any) -> None:
         noted.append(request_id)
 
-    engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(), record_answer=record)
+    engine = MemoryEngine(served.llm, served.memories, AUDITED, journal=Journal(record_answer=record))
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     stream = engine.generate(await served.render(seed=83), params, "streamed", lora_request=handle())
     first = await anext(stream)

@@ -13,7 +13,7 @@ from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidati
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.metrics import OF_A_BUNDLE, BundleMetrics
 from inducekv_vllm.engine.observation import observing
-from inducekv_vllm.engine.wire import Decision, InjectionSpec
+from inducekv_vllm.protocol import Decision, InjectionSpec
 from tests.bundles import random_bundle
 
 MEMORY = Memory.from_bundle(random_bundle(), __file__)

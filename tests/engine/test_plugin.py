@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.attention.flash import InduceKVFlashBackend, InduceKVFlashImpl
-from inducekv_vllm.engine.wire import DecideSpec, Decision, InjectionSpec, TaskAdapter, parse_spec
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
+from inducekv_vllm.facts import Answers, FactsFound
 from inducekv_vllm.host.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.host.requirements import (
     check_engine,
@@ -29,6 +29,7 @@ from inducekv_vllm.host.requirements import (
     check_merged,
 )
 from inducekv_vllm.plugin import register
+from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched, parse_spec
 
 
 def test_registration_can_be_repeated_and_replaces_the_platforms_backends() -> None:
@@ -82,12 +83,15 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 def test_specs_survive_the_journey() -> None:
     memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, start=7)
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
+    found = FactsFound((3, 1), 0.98, Answers(0.9, (0.75, 0.25), ((7, 8), (7,))))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
     for decide in (DecideSpec("digest", False, None, True), DecideSpec("digest", True, 4, False, "owner", adapters)):
         assert parse_spec(json.loads(json.dumps({"inducekv": decide.to_extra_args()}))) == decide
     for decision in (
-        Decision(memory, "cached", "a", (0.5, -0.25), None, 0.75, 0.001, 1.5e9),
-        Decision(None, closed="outside", margins=(-1.0,)),
+        Decision(memory, "cached", "a", (0.5, -0.25), 0.75, 0.001, 1.5e9),
+        Decision(Untouched("outside"), margins=(-1.0,)),
+        Decision(TaskAdapter("lora", 3, "/adapters/style"), task="a", facts=found),
+        Decision(Failed("not finite")),
     ):
         assert Decision.parse(json.loads(json.dumps(decision.to_json()))) == decision
     assert parse_spec(None) is parse_spec({}) is parse_spec({"other": 1}) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,68 @@ def test_nothing_is_missing_here() -> None:
 def test_missing_methods(place: str, parameters: tuple[str, ...], missing: str) -> None:
     (found,) = seams._missing_methods({place: parameters})
     assert found.endswith(missing)
+
+
+class Base:
+    declared: int
+
+    def __init__(self) -> None:
+        self.of_base = 1
+
+
+@dataclass
+class Open(Base):
+    of_instances: int
+
+    def set(self) -> None:
+        self.of_method: int = 1
+
+    @property
+    def computed(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Frozen:
+    of_instances: int
+
+
+@dataclass(slots=True)
+class Slotted:
+    of_instances: int
+
+
+def test_missing_attributes() -> None:
+    names = ("declared", "of_base", "of_instances", "of_method", "computed")
+    places = {f"{__name__}:Open": (*names, "nothing"), f"{__name__}:Gone": ("of_instances",)}
+    assert list(seams._missing_attributes(places)) == [f"{__name__}.Open.nothing", f"{__name__}.Gone"]
+
+
+def test_outputs_that_take_no_new_attribute() -> None:
+    found = list(seams._closed([f"{__name__}:{name}" for name in ("Open", "Frozen", "Slotted", "Gone")]))
+    reason = "it takes no attribute of another name"
+    assert found == [f"{__name__}.Frozen: {reason}", f"{__name__}.Slotted: {reason}", f"{__name__}.Gone"]
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("vllm.v1.request:Request", "next_decode_eligible_step"),
+        ("vllm.v1.core.sched.scheduler:Scheduler", "encoder_cache_mismatch_reqs"),
+        ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "execute_model_state"),
+    ],
+)
+def test_a_missing_attribute_is_named_at_start(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = seams._attributes_of
+    dotted = place.replace(":", ".")
+
+    def without(kind: type) -> set[str]:
+        return known(kind) - ({name} if f"{kind.__module__}.{kind.__qualname__}" == dotted else set())
+
+    monkeypatch.setenv(plugin.WARNED_VARIABLE, "")
+    monkeypatch.setattr(seams, "_attributes_of", without)
+    with pytest.raises(UnsupportedModel, match=rf"lacks 1 of the names .* the first is {dotted}\.{name}"):
+        plugin.check_vllm_version("0.99.0")
 
 
 def test_missing_names(tmp_path: Path) -> None:

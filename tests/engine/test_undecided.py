@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,23 +10,31 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from vllm import SamplingParams
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from inducekv_vllm.attention.cpu_memory import CPUMemoryAttention
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.resident_gate import ResidentGate
-from inducekv_vllm.engine.wire import DecideSpec
+from inducekv_vllm.attention.slots import Slots
+from inducekv_vllm.bundle.lookup import MemoryLookup
+from inducekv_vllm.engine.gate_log import GateLog
 from inducekv_vllm.errors import InduceKVError, UnsupportedModel
+from inducekv_vllm.facts import Answers, FactsFound
 from inducekv_vllm.gate import TurnMarks, evidence, last_averaged
 from inducekv_vllm.host.runner import StepRows
-from inducekv_vllm.workers import undecided
+from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from inducekv_vllm.workers import prompts
 from inducekv_vllm.workers.cached_values import CachedValues
-from inducekv_vllm.workers.undecided import Undecided, UndecidedRequests
+from inducekv_vllm.workers.decisions import Deciding, Decisions, joins
+from inducekv_vllm.workers.prompts import PromptReader
+from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.bundles import D, J, random_gate
 from tests.unit.inducekv_vllm.attention.pools import CPU
 
 BLOCKS, IMAGE = 6, 9
+FOUND = FactsFound((3,), 0.98, Answers(0.9, (1.0,), ((7, 8),)))
 
 
 def as_on_cpu(kv_cache: Tensor) -> Tensor:
@@ -158,44 +167,72 @@ class Requests:
         gate = ResidentGate.load(GATE, slice(0, J), D, True, CPU)
         self.bundle: Any = SimpleNamespace(gate=gate, picture_marks=picture_marks)
         self.spec = DecideSpec("digest", retrieval, None, True)
-        self.requests = UndecidedRequests(
-            self.cache.values(), {IMAGE}, lambda sums: sums, lambda features: features, CPU
-        )
+        self.table = WorkerRequests(Slots(2, lambda memory: None), lambda digest: self.bundle)
+        self.values = self.cache.values()
+        reader = PromptReader(self.values, {IMAGE}, lambda sums: sums, lambda features: features, CPU)
+        attention: Any = None
+        self.decisions = Decisions(self.table, reader, None, attention, {IMAGE}, is_alone=True, block_size=None)
 
     def start(self, request_id: str, blocks: list[list[int]]) -> None:
-        self.requests.start(request_id, self.spec, self.bundle, PROMPT, blocks)
+        params = SamplingParams(extra_args={"inducekv": self.spec.to_extra_args()})
+        new = SimpleNamespace(req_id=request_id, sampling_params=params, prompt_token_ids=PROMPT, block_ids=blocks)
+        self.follow(scheduled_new_reqs=[new])
 
-    def step(self, request_id: str, computed: int, scheduled: int, hidden: Tensor | None = None) -> list[Undecided]:
+    def extend(self, request_id: str, blocks: list[list[int]]) -> None:
+        self.follow(cached=(request_id, blocks, set()))
+
+    def restart(self, request_id: str, blocks: list[list[int]]) -> None:
+        self.follow(cached=(request_id, blocks, {request_id}))
+
+    def finish(self, request_ids: set[str]) -> None:
+        self.follow(finished_req_ids=request_ids)
+
+    def follow(self, cached: tuple[str, list[list[int]], set[str]] | None = None, **changes: Any) -> None:
+        """A schedule with these changes alone."""
+        request_id, blocks, resumed = cached or ("", [], set())
+        ids = [request_id] if cached else []
+        cached_reqs = SimpleNamespace(req_ids=ids, new_block_ids=[blocks] * len(ids), resumed_req_ids=resumed)
+        scheduled: Any = SimpleNamespace(
+            finished_req_ids=(), preempted_req_ids=None, scheduled_new_reqs=[], scheduled_cached_reqs=cached_reqs
+        )
+        vars(scheduled).update(changes)
+        runner: Any = None
+        self.table.follow(scheduled, runner)
+
+    def step(self, request_id: str, computed: int, scheduled: int, hidden: Tensor | None = None) -> list[WorkerRequest]:
         """One step of it, beside another request with one row."""
         rows = StepRows(["other", request_id], [7, computed], [1, scheduled])
         other = torch.full((1, 16), 1e6)
-        completed = self.requests.complete(rows, lambda _: None if hidden is None else torch.cat([other, hidden]))
-        assert [name for name, _ in completed] in ([], [request_id])
-        return [request for _, request in completed]
+        self.decisions.after_pass(rows, lambda _: None if hidden is None else torch.cat([other, hidden]))
+        complete = [request for request in self.table.by_id.values() if request.phase is Phase.COMPLETE]
+        assert [request.id for request in complete] in ([], [request_id])
+        for request in complete:
+            request.phase = Phase.SETTLED
+        return complete
 
 
-def check_evidence(request: Undecided, values: Tensor) -> None:
+def check_evidence(request: WorkerRequest, values: Tensor) -> None:
     looked_at = last_averaged(values[TEXT + MEDIA][:, [0, 2]].flatten(2), len(TEXT))
     expected = GATE.token_scores.evidence(looked_at)
     assert expected.any()
-    np.testing.assert_array_equal(request.features().evidence, expected)
+    np.testing.assert_array_equal(request.features.wait().evidence, expected)
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of at most one token, whose mean is its own: the evidence of all, and the pictures' mean."""
     monkeypatch.setattr(evidence, "WINDOW", 1)
-    monkeypatch.setattr(undecided, "in_pieces", lambda text, media: evidence.in_pieces(text, media, 2))
-    monkeypatch.setattr(undecided, "PIECE", 1)
+    monkeypatch.setattr(prompts, "in_pieces", lambda text, media: evidence.in_pieces(text, media, 2))
+    monkeypatch.setattr(prompts, "PIECE", 1)
     requests, values = Requests(picture_marks=TurnMarks((6, 2), 3)), drawn(11)
-    read, most = requests.requests._values.read, list[int]()
-    monkeypatch.setattr(requests.requests._values, "read", lambda *given: (most.append(len(given[2])), read(*given))[1])
+    read, most = requests.values.read, list[int]()
+    monkeypatch.setattr(requests.values, "read", lambda *given: (most.append(len(given[2])), read(*given))[1])
     requests.start("r", [[2, 1, 4], [0, 3]])
     requests.cache.write(values, [[2, 1, 4], [0, 3]])
     (request,) = requests.step("r", 0, 11)
     check_evidence(request, values)
     assert (max(most), len(most)) == (2, 5)
-    assert request.picture is not None
-    torch.testing.assert_close(request.picture.wait(), values[MEDIA, 0].flatten(1).mean(0), rtol=0, atol=1e-6)
+    assert request.features.picture is not None
+    torch.testing.assert_close(request.features.picture.wait(), values[MEDIA, 0].flatten(1).mean(0), rtol=0, atol=1e-6)
 
 
 def test_evidence_is_there_after_the_last_prompt_token() -> None:
@@ -204,16 +241,16 @@ def test_evidence_is_there_after_the_last_prompt_token() -> None:
     requests.start("r", [[3], [4]])
     assert not requests.step("r", 0, 4)
     for request_id in ("r", "other"):
-        requests.requests.extend(request_id, [[0], []])
-        requests.requests.restart(request_id, [[2], [0]])
-        requests.requests.extend(request_id, [[1, 4], [3]])
+        requests.extend(request_id, [[0], []])
+        requests.restart(request_id, [[2], [0]])
+        requests.extend(request_id, [[1, 4], [3]])
     requests.cache.write(values, [[2, 1, 4], [0, 3]])
     (request,) = requests.step("r", 4, 7)
     check_evidence(request, values)
-    assert requests.requests.knows("r")  # and does not decide again when it comes as a new request
+    requests.start("r", [[2, 1, 4], [0, 3]])  # and does not decide again when it comes as a new request
     assert not requests.step("r", 0, 11)
-    requests.requests.finish({"r", "unknown"})
-    assert len(requests.requests) == 0
+    requests.finish({"r", "unknown"})
+    assert not requests.table.by_id
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -224,14 +261,14 @@ def test_the_key_depends_on_neither_chunks_nor_preemption(chunks: list[int], dty
     requests.cache.write(drawn(11), [[3, 0, 5], [4, 1]])
     requests.start("r", [[3, 0, 5], [4, 1]])
     assert not requests.step("r", 0, 10, hidden[:10])
-    requests.requests.restart("r", [[3, 0, 5], [4, 1]])
+    requests.restart("r", [[3, 0, 5], [4, 1]])
     done = 0
     for part in hidden.split(chunks):
         completed = requests.step("r", done, len(part), part)
         done += len(part)
     (request,) = completed
     expected = torch.nn.functional.normalize(hidden.double().mean(0), dim=0)
-    np.testing.assert_allclose(request.features().key, expected.numpy(), atol=1e-6)
+    np.testing.assert_allclose(request.features.wait().key, expected.numpy(), atol=1e-6)
 
 
 def test_numbers_that_are_not_finite_decide_nothing() -> None:
@@ -240,7 +277,7 @@ def test_numbers_that_are_not_finite_decide_nothing() -> None:
     requests.start("r", [[3, 0, 5], [4, 1]])
     (request,) = requests.step("r", 0, 11)
     with pytest.raises(InduceKVError, match="not finite"):
-        request.features()
+        request.features.wait()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -269,7 +306,7 @@ def test_the_state_of_pictures_is_the_mean_of_their_values(marks: TurnMarks) -> 
         requests.cache.write(values, blocks)
         requests.start("a", blocks)
         (request,) = requests.step("a", 0, len(PROMPT))
-        found = request.features().picture
+        found = request.features.wait().picture
         if picture_marks is None:
             assert found is None
         else:
@@ -284,4 +321,76 @@ def test_pictures_that_cannot_be_told_apart_decide_nothing() -> None:
     requests.start("a", [[3, 0, 5], [4, 1]])
     (request,) = requests.step("a", 0, len(PROMPT))
     with pytest.raises(InduceKVError, match=r"pictures cannot be told .* by layer 0: it has the values of layer"):
-        request.features()
+        request.features.wait()
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
+
+
+def raising(error: Exception) -> Any:
+    def find(*given: object) -> None:
+        raise error
+
+    return find
+
+
+def errors_in(logged: pytest.LogCaptureFixture) -> list[Any]:
+    """By id: where vLLM's own handlers are there, a record reaches the fixture twice."""
+    records = {id(record): record for record in logged.records if "the decision about a request failed" in record.msg}
+    return [record.exc_info[1] for record in records.values() if record.exc_info]
+
+
+@pytest.mark.parametrize("error", [KeyError("word"), RuntimeError("a tensor"), InduceKVError("known")])
+def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: pytest.LogCaptureFixture) -> None:
+    """With an error, and a line in the log if nobody expected it."""
+    index = SimpleNamespace(lookup=lambda *given: MemoryLookup(None, None), next_expiry=lambda: None)
+    asked = [Requests(), Requests()]
+    for each, found in zip(asked, (raising(error), lambda *given: None), strict=True):
+        each.bundle = SimpleNamespace(gate=None, picture_marks=None, index=index, facts=SimpleNamespace(find=found))
+        each.start("r", [[3, 0, 5], [4, 1]])
+    deciding = Deciding({IMAGE}, GateLog())
+    first, second = (deciding.decide(request) for each in asked for request in each.step("r", 0, 11))
+    unexpected = not isinstance(error, InduceKVError)
+    assert first.error is not None
+    assert (type(error).__name__ if unexpected else "known") in first.error
+    assert second.error is None
+    assert errors_in(logged) == ([error] if unexpected else [])
+
+
+def test_evidence_that_cannot_be_read_ends_its_own_request(
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    requests, error = Requests(), RuntimeError("a tensor")
+    monkeypatch.setattr(requests.values, "read", raising(error))
+    requests.start("r", [[3, 0, 5], [4, 1]])
+    (request,) = requests.step("r", 0, 11)
+    decision = Deciding({IMAGE}, GateLog()).decide(request)
+    assert decision.error is not None
+    assert "RuntimeError" in decision.error
+    assert errors_in(logged) == [error]
+
+
+class Late:
+    """A bundle whose entries act from layers 0 and 2 on."""
+
+    first_layers = np.array([0, 2])
+
+
+@pytest.mark.parametrize(
+    ("decision", "does_join"),
+    [
+        (Decision(InjectionSpec("d", (1,), (1.0,), False, 10)), True),
+        (Decision(InjectionSpec("d", (0, 1), (1.0, 1.0), False, 10)), False),  # layer 0 is computed
+        (Decision(InjectionSpec("d", (1,), (1.0,), False, 9)), False),  # so is an earlier token
+        (Decision(Untouched("outside")), False),
+        (Decision(Untouched(), facts=FOUND), True),
+        (Decision(TaskAdapter("a", 1, "/a"), facts=FOUND), False),
+        (Decision(Failed("not finite")), False),
+    ],
+)
+def test_what_can_join_the_pass(decision: Decision, does_join: bool) -> None:
+    request: Any = SimpleNamespace(prompt=PROMPT, bundle=Late)
+    assert joins(request, decision, layer=2) == does_join

@@ -12,8 +12,11 @@ from vllm.config import CUDAGraphMode
 from inducekv_vllm import worker
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
+<<<<<<< HEAD
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.request_table import MemoryOfRequests
+=======
+>>>>>>> wt/request
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
@@ -71,7 +74,7 @@ def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
     compilation = SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=sizes)
     vars(of_gpu).update(
         pool=poisoned_pool(SHAPE),
-        memory_of_requests=MemoryOfRequests(2, lambda memory: None),
+        requests=SimpleNamespace(by_id={}),
         model_config=SimpleNamespace(),
         vllm_config=SimpleNamespace(compilation_config=compilation),
         _device=CPU,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -139,6 +141,19 @@ def test_a_full_bundle_forgets_what_was_used_longest_ago(server: str) -> None:
     assert teacher.teach(example("Lima"), when_full="never").status_code == 400
     assert teacher.unload("full").status_code == 200
     teacher.wait_until_drained()
+
+
+def test_a_flood_of_words_changes_nothing(server: str) -> None:
+    """More different words than are kept, from requests: what was taught is found, and more can be taught."""
+    words = map("".join, itertools.product(string.ascii_lowercase, repeat=3))
+    with taught(server, "flooded") as teacher:
+        for _ in range(70):
+            teacher.answer(" ".join(itertools.islice(words, 60)))
+        assert teacher.teach(example("Rome")).status_code == 200
+        assert teacher.answer(asked("Rome")) == ("emoR", ["Rome"])
+        assert teacher.call("PATCH", "/Lima", json={"answer": "new"}).status_code == 200
+        assert teacher.answer(asked("Lima")) == ("new", ["Lima"])
+        assert teacher.answer(asked("Oslo")) == ("olsO", ["Oslo"])
 
 
 @pytest.fixture(scope="module")

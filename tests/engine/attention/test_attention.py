@@ -16,7 +16,9 @@ from inducekv_vllm.attention import cpu
 from inducekv_vllm.attention.backend import InduceKVCPUImpl, probe_packed_layout
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
 from inducekv_vllm.attention.pool import PoolShape
-from inducekv_vllm.attention.resident_bundle import RequestMemory, ResidentBundle, kv_heads_of_rank
+from inducekv_vllm.attention.resident_bundle import ResidentBundle, kv_heads_of_rank
+from inducekv_vllm.attention.rows import ActingRows
+from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Weighting
@@ -100,9 +102,12 @@ def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory |
     queries = [torch.randn(R, H, D, generator=rng).to(dtype) for R, _, _ in requests]
     kv_cache, table = _cache(keys, dtype)
     starts = list(itertools.accumulate((R for R, _, _ in requests), initial=0))
-    scheduled = ScheduledStep([m for *_, m in requests], starts, [T for _, T, _ in requests], table, C, G)
-    step = plan_step(scheduled)
-    assert step is not None
+    acting = [
+        ActingRows(memory, number, starts[number], starts[number + 1])
+        for number, (_, _, memory) in enumerate(requests)
+        if memory is not None
+    ]
+    step = plan_step(ScheduledStep(acting, [T for _, T, _ in requests], table, C, G))
 
     query = torch.cat(queries)
     key = torch.cat([k[len(k) - R :] for k, (R, _, _) in zip(keys, requests, strict=True)])
@@ -188,8 +193,7 @@ def test_what_is_not_finite_is_not_added(form: str) -> None:
         DecoupledStep([ActiveRows(slice(0, rows), memory)]).add(0, query, result, None, SCALE)
     else:
         kv_cache, table = _cache([torch.zeros(rows, J, D)], torch.float32)
-        step = plan_step(ScheduledStep([memory], [0, rows], [rows], table, C, G))
-        assert step is not None
+        step = plan_step(ScheduledStep([ActingRows(memory, 0, 0, rows)], [rows], table, C, G))
         impl = InduceKVCPUImpl.__new__(InduceKVCPUImpl)
         impl.scale = SCALE
         impl._add_memory(step, 0, query, torch.zeros(rows, J, D), kv_cache, result)

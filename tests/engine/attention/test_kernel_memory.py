@@ -26,8 +26,8 @@ from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.merge import merge_memory
 from inducekv_vllm.attention.pool import PoolShape
-from inducekv_vllm.attention.request_table import MemoryOfRequests
-from inducekv_vllm.attention.resident_bundle import RequestMemory
+from inducekv_vllm.attention.rows import acting_rows
+from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
@@ -68,7 +68,7 @@ class World:
             self.calls.append(arguments)
             add_memory(*arguments)
 
-        self.requests = MemoryOfRequests(6, self.tables.write)
+        self.requests: dict[str, Any] = {}
         arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
         model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
         self.attention = KernelMemoryAttention(
@@ -77,13 +77,9 @@ class World:
 
     def begin(self, step: Step, graph_rows: int | None = None) -> None:
         """Begin a step whose requests have these memories."""
-        of = {str(i): None if memory is None else self.memories[memory] for i, (memory, *_) in enumerate(step)}
-        self.requests.of_request = of.__getitem__  # type: ignore[method-assign]
-        self.requests.slots._references = {1: 1}  # some slot is used
-        first = {str(i): start for i, (_, start, *_) in enumerate(step)}
-        self.requests.first_active = first.__getitem__  # type: ignore[method-assign]
-        _, _, computed, scheduled = zip(*step, strict=True)
-        self.attention.begin_step(StepRows(list(of), computed, scheduled, graph_rows))
+        self.requests.clear()
+        self.requests.update(requests_of(self.memories, step))
+        self.attention.begin_step(rows_of(step, graph_rows))
 
     def forward(self, query: Tensor, own: Tensor, lse: Tensor | None) -> Tensor:
         """What the second layer makes of the output of self-attention."""
@@ -108,6 +104,20 @@ class World:
                     numbers = stored.gate, stored.bias, memory.log_remainder
                     result[here] = merge_memory(own[here], lse[here], *read, *numbers)
         return result
+
+
+def requests_of(memories: list[RequestMemory], step: Step) -> dict[str, Any]:
+    """By id; those without memory are left out."""
+    return {
+        str(number): SimpleNamespace(memory=memories[memory], first_active=first_active)
+        for number, (memory, first_active, *_) in enumerate(step)
+        if memory is not None
+    }
+
+
+def rows_of(step: Step, graph_rows: int | None = None) -> StepRows:
+    _, _, computed, scheduled = zip(*step, strict=True)
+    return StepRows([str(number) for number in range(len(step))], computed, scheduled, graph_rows)
 
 
 def tensors(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,9 +205,8 @@ WORLD = World()
 @settings(max_examples=200, deadline=None)
 @given(steps())
 def test_rows_by_brute_force(step: Step) -> None:
-    memories = [None if memory is None else WORLD.memories[memory] for memory, *_ in step]
-    _, first, computed, scheduled = zip(*step, strict=True)
-    found = rows_with_memory(memories, first, computed, scheduled)
+    rows = rows_of(step)
+    found = rows_with_memory(acting_rows(requests_of(WORLD.memories, step), rows), sum(rows.num_scheduled))
     expected = [
         memory if memory is not None and past + i >= start else None
         for memory, start, past, rows in step
@@ -219,9 +228,8 @@ def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
     assert len(set(kinds)) == len(kinds) > 10
     assert all(bool((arguments[2].tile_rows == -1).all()) for arguments in world.calls)
     for step in STEPS.values():
-        memories = [None if memory is None else world.memories[memory] for memory, *_ in step]
-        _, first, computed, scheduled = zip(*step, strict=True)
-        found = rows_with_memory(memories, first, computed, scheduled)
+        rows = rows_of(step)
+        found = rows_with_memory(acting_rows(requests_of(world.memories, step), rows), sum(rows.num_scheduled))
         assert found is not None
         assert world.attention._geometry.of_step(found).kind in kinds
     assert all(world.attention._graphs.launch(rows).shape.kind in kinds for rows in range(1, MOST + 1))
@@ -244,10 +252,10 @@ def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() 
 def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
     shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12)
     tables = KernelTables(2, 8, 1, CPU)
-    pool, requests, model = poisoned_pool(shape), MemoryOfRequests(2, tables.write), SimpleNamespace()
+    pool, model = poisoned_pool(shape), SimpleNamespace()
     message = r"cannot serve memory: .*head size that is a multiple of 8 from 16 to 256, found 12"
     with pytest.raises(UnsupportedModel, match=message):
-        KernelMemoryAttention(pool, tables, requests, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
+        KernelMemoryAttention(pool, tables, {}, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
 
 
 def test_every_layers_tables_begin_at_16_bytes() -> None:

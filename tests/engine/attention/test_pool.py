@@ -9,7 +9,8 @@ from torch import Tensor
 
 from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.pool import MemoryPool, PoolShape
-from inducekv_vllm.attention.resident_bundle import LayerMemory, RequestMemory, ResidentBundle
+from inducekv_vllm.attention.resident_bundle import LayerMemory, ResidentBundle
+from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms

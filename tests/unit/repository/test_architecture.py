@@ -29,7 +29,7 @@ LAYERS = {
         ("facts",),
         ("bundle",),
         ("backbone", "host"),
-        ("teaching",),
+        ("teaching", "protocol"),
         ("attention", "engine"),
         ("workers",),
         ("plugin", "worker", "scheduler"),

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from inducekv_vllm.attention.pool import MemoryPool, PoolShape
-from inducekv_vllm.attention.resident_bundle import RequestMemory, ResidentBundle
+from inducekv_vllm.attention.resident_bundle import ResidentBundle
+from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.host.device import device_of
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms

@@ -11,32 +11,21 @@ The first two travel in `SamplingParams.extra_args`, the others as attributes of
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from vllm.lora.request import LoRARequest
 
-from ..facts import Answers, FactsFound
-from ..gate import Closed
+from .facts import Answers, FactsFound
+from .gate import Closed
 
 EXTRA_ARGS_KEY = "inducekv"
 DECISIONS = "inducekv_decisions"  # an attribute of ModelRunnerOutput: {request id: Decision}
 STARTS = "inducekv_starts"  # an attribute of SchedulerOutput: {request id: Start}
-LEAST_DELAY_S, LONGEST_DELAY_S = 0.002, 0.02
 Source = Literal["computed", "cached", "none"]
-
-
-def poll_delays() -> Iterator[float]:
-    """Seconds to wait between questions whether the workers have done what they do in the background.
-
-    A tenth of the time since this call, so that the answer comes little later than the end of the work.
-    """
-    began = time.monotonic()
-    return (min(max(LEAST_DELAY_S, (time.monotonic() - began) / 10), LONGEST_DELAY_S) for _ in itertools.count())
+BlockKey = tuple[str, str, int]  # ours, a memory's content, the first position that it acts on
 
 
 @dataclass(frozen=True)
@@ -49,6 +38,11 @@ class InjectionSpec:
     remainder: bool
     start: int = 0  # the first position that memory acts on; above 0 for decoupled memory only
     expired: int = 0  # entries of the bundle that the request is answered without, as if they were not there
+
+    @property
+    def block_key(self) -> BlockKey:
+        """What tells the request's blocks of the KV cache from others, from that of its first active position on."""
+        return "inducekv", self.content, self.start
 
     @property
     def content(self) -> str:
@@ -124,49 +118,141 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> DecideSpec | InjectionSp
 
 
 @dataclass(frozen=True)
+class Untouched:
+    """The model goes on as it is. Stored answers may still enter its distribution."""
+
+    closed: Closed | None = None  # why the gate is closed; None: it is open or absent, and there is nothing to inject
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Nothing could be decided: the request ends with this error."""
+
+    error: str
+
+
+Outcome = Untouched | InjectionSpec | TaskAdapter | Failed
+
+
+@dataclass(frozen=True)
 class Decision:
     """What a request is answered with, and why. Metrics, spans, traces and the audit chain read it."""
 
-    injection: InjectionSpec | None  # None: nothing is injected
+    outcome: Outcome
     source: Source = "computed"
     task: str | None = None  # the gate's; None if it is closed, or there is none
     margins: tuple[float, ...] | None = None  # of the gate's tasks, in their order; None without a gate
-    closed: Closed | None = None  # why the gate is closed
     similarity: float | None = None  # inner product of the query and the closest entry's key, if they were compared
     seconds: float = 0.0  # the time that gate and index took
     valid_until: float | None = None  # in seconds since the epoch: an entry expires then
-    error: str | None = None  # why nothing could be decided
     same_pass: bool = False  # the prompt's forward pass went on with what is decided; without it, the request goes back
-    facts: FactsFound | None = None
+    facts: FactsFound | None = None  # beside any outcome but an error
     picture: str | None = None  # the packed state of the prompt's pictures, if that is all that was asked for
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing could be decided."""
+        return self.outcome.error if isinstance(self.outcome, Failed) else None
+
+    @property
+    def injection(self) -> InjectionSpec | None:
+        return self.outcome if isinstance(self.outcome, InjectionSpec) else None
+
+    @property
+    def entries(self) -> Sequence[tuple[int, float]]:
+        """The entries that are injected, each with its weight."""
+        spec = self.injection
+        return () if spec is None else list(zip(spec.entries, spec.weights, strict=True))
+
+    @property
+    def first_active(self) -> int | None:
+        """The first position that the entries act on; None without entries."""
+        return None if self.injection is None else self.injection.start
+
+    @property
+    def keeps_remainder(self) -> bool:
+        """Whether entries that were not retrieved stay in the softmax."""
+        return self.injection is not None and self.injection.remainder
+
+    @property
+    def closed(self) -> Closed | None:
+        """Why the gate is closed."""
+        return self.outcome.closed if isinstance(self.outcome, Untouched) else None
 
     @property
     def verdict(self) -> Literal["none", "open"] | Closed:
         """The gate's: none without a gate, or why it is closed."""
         return "none" if self.margins is None else self.closed or "open"
 
+    def redo_from(self, prompt_tokens: int) -> int | None:
+        """The first position that has to be computed again once this is known; None if none has.
+
+        An adapter changes every position. Stored answers enter behind the prompt: they need its last token alone.
+
+        Args:
+            prompt_tokens: of the request.
+        """
+        if self.same_pass or isinstance(self.outcome, Failed):
+            return None
+        if isinstance(self.outcome, InjectionSpec):
+            return self.outcome.start
+        if isinstance(self.outcome, TaskAdapter):
+            return 0
+        return None if self.facts is None else prompt_tokens - 1
+
+    def start(self, prompt_tokens: int, media: Sequence[Any] | None = None) -> Start:
+        """What the request goes on with. Arguments as for `redo_from` and `Start`."""
+        changes = None if isinstance(self.outcome, Untouched | Failed) else self.outcome
+        answers = None if self.facts is None else self.facts.answers
+        return Start(self.redo_from(prompt_tokens), changes, answers, media)
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "injection": self.injection and self.injection.to_extra_args()}
+        return {**asdict(self), "outcome": {"kind": type(self.outcome).__name__, **asdict(self.outcome)}}
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Decision:
-        injection, margins, facts = raw["injection"], raw["margins"], raw["facts"]
+        margins, facts = raw["margins"], raw["facts"]
         return cls(
             **{
                 **raw,
-                "injection": None if injection is None else InjectionSpec.parse(injection),
+                "outcome": _parse_outcome(raw["outcome"]),
                 "margins": None if margins is None else tuple(margins),
                 "facts": None if facts is None else FactsFound.parse(facts),
             }
         )
 
 
+def _parse_outcome(raw: Mapping[str, Any]) -> Outcome:
+    fields = {name: value for name, value in raw.items() if name != "kind"}
+    if raw["kind"] == InjectionSpec.__name__:
+        return InjectionSpec.parse(fields)
+    kinds: dict[str, type[Outcome]] = {each.__name__: each for each in (Untouched, TaskAdapter, Failed)}
+    return kinds[raw["kind"]](**fields)
+
+
+def decision_without_worker(spec: DecideSpec | InjectionSpec | None) -> Decision | None:
+    """The decision about a request that the workers do not have to decide; None: they have to."""
+    return None if isinstance(spec, DecideSpec) else Decision(spec or Untouched(), source="none")
+
+
 @dataclass(frozen=True)
 class Start:
     """What a request goes on with from its next step on; nothing if its gate is closed and no fact is found."""
 
-    position: int  # of the first prompt token that is computed again, if any is
-    injection: InjectionSpec | None = None
-    adapter: TaskAdapter | None = None
+    redo_from: int | None = None  # the first prompt token that is computed again, if the request was computed before
+    changes: InjectionSpec | TaskAdapter | None = None
     answers: Answers | None = None
     media: Sequence[Any] | None = None  # vLLM's features of the prompt, if the worker has to have their data again
+
+    @property
+    def injection(self) -> InjectionSpec | None:
+        return self.changes if isinstance(self.changes, InjectionSpec) else None
+
+    @property
+    def adapter(self) -> TaskAdapter | None:
+        return self.changes if isinstance(self.changes, TaskAdapter) else None
+
+    @property
+    def block_key(self) -> BlockKey | None:
+        """As that of `InjectionSpec`, if there is one."""
+        return None if self.injection is None else self.injection.block_key

@@ -1,0 +1,37 @@
+"""What a server records of the requests that its engine client answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..protocol import Decision
+from .memory import Memory
+
+
+class EngineJournal(Protocol):
+    """It is told before each answer, and at the end of those that are traced."""
+
+    def note_decision(self, name: str, memory: Memory, decision: Decision) -> None:
+        """An answer of the bundle of this name begins, as it was decided."""
+        ...
+
+    def note_facts(self, name: str, facts: Sequence[str]) -> None:
+        """An answer from the facts of these ids begins."""
+        ...
+
+    async def record_answer(self, request_id: str, owner: str, trace: dict[str, Any]) -> None:
+        """Record an answer that is about to begin; only with the setting `audit_answers`.
+
+        Args:
+            owner: the digest of the key that asked; empty without one.
+            trace: see `inducekv_vllm.engine.trace.describe`.
+
+        Raises:
+            InduceKVError: it cannot be recorded, so there is no answer.
+        """
+        ...
+
+    async def put_trace(self, owner: str, cache_salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
+        """Keep what a request was answered with."""
+        ...

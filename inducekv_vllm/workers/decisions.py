@@ -1,0 +1,267 @@
+"""Decisions about the requests of a worker: what a bundle's gate, index and facts say about a prompt, and when.
+
+    before_pass   facts alone need nothing but the prompt's words
+    begin_step    a gate has all that it looks at once its last layer k has computed its values: entries that act from
+                  the last prompt token on, and do nothing before layer k, join the forward pass there
+    after_pass    any other request is decided after its pass, and computes again what the memory changes
+    attached      the decisions leave with the step's output
+
+To join the pass takes one rank, because others could not wait for the first one's decision in the middle of it, and a
+pass outside a CUDA graph, because a replayed graph calls nothing. And the last prompt token must not end a block of the
+KV cache: the scheduler has shared the prompt's full blocks before the decision.
+
+A decision that raises, whatever it raises, ends its own request with an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from ..attention.memory_attention import MemoryAttention
+from ..bundle.activation import first_active_position
+from ..bundle.lookup import MemoryIndex, MemoryLookup
+from ..engine.gate_log import GateLog
+from ..facts import packed
+from ..host.runner import StepRows
+from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from .prompts import PromptReader, failure_of
+from .requests import Phase, WorkerRequest, WorkerRequests
+
+Output = ModelRunnerOutput | AsyncModelRunnerOutput
+
+
+class Deciding:
+    """Decides on the first rank: ranks cannot disagree."""
+
+    def __init__(self, placeholders: Collection[int], gate_log: GateLog) -> None:
+        """`placeholders` are the ids of tokens that stand for media."""
+        self._placeholders, self._gate_log = placeholders, gate_log
+
+    def close(self) -> None:
+        self._gate_log.close()
+
+    def decide(self, request: WorkerRequest) -> Decision:
+        """Wait for what the prompt tells, and decide."""
+        began = time.perf_counter()
+        try:
+            decision = self._decide(request)
+        except Exception as error:
+            return Decision(Failed(str(failure_of(error))))
+        return decision if request.bundle is None else replace(decision, seconds=time.perf_counter() - began)
+
+    def _decide(self, request: WorkerRequest) -> Decision:
+        features = request.features.wait()
+        if request.bundle is None:
+            return Decision(Untouched(), picture=None if features.picture is None else packed(features.picture))
+        assert request.spec is not None
+        index, facts = request.bundle.index, request.bundle.facts
+        lookup = index.lookup(features, request.spec.top_k)
+        gate, retrieval = lookup.gate_decision, lookup.retrieval
+        if gate is not None and features.evidence is not None:
+            self._gate_log.note(index.token_digest, features.evidence, gate.task)
+        expiry = index.next_expiry()
+        found = None
+        if facts is not None:
+            found = facts.find(request.prompt, () if gate is None else gate.fact_tasks, features.picture)
+        return Decision(
+            outcome=outcome_of(index, request.spec, lookup, request.prompt, self._placeholders),
+            task=gate.task if gate is not None else None,
+            margins=tuple(gate.margins.tolist()) if gate is not None else None,
+            similarity=retrieval.similarity if retrieval is not None else None,
+            valid_until=expiry.timestamp() if expiry is not None else None,
+            facts=found,
+        )
+
+
+def outcome_of(
+    index: MemoryIndex, spec: DecideSpec, lookup: MemoryLookup, token_ids: Sequence[int], placeholders: Collection[int]
+) -> Untouched | InjectionSpec | TaskAdapter:
+    """What the request goes on with: entries, or the adapter of its task.
+
+    With `spec.remainder`, entries that were not retrieved stay in the softmax with alpha = 0. It has no effect for the
+    weighting "prior", in which alpha = 0 removes an entry.
+    """
+    gate = lookup.gate_decision
+    task = None if gate is None else gate.task
+    if (adapter := dict(spec.adapters).get(task or "")) is not None:
+        return adapter
+    if (retrieval := lookup.retrieval) is None:
+        return Untouched(None if gate is None else gate.closed)
+    activation = index.metadata.activation_of(task)
+    return InjectionSpec(
+        bundle=index.metadata.digest,
+        entries=tuple(retrieval.entries.tolist()),
+        weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
+        remainder=spec.remainder and index.metadata.weighting == "sqrt",
+        start=first_active_position(activation, token_ids, placeholders),
+        expired=lookup.num_expired,
+    )
+
+
+class Decisions:
+    """See the module docstring. The worker calls every method in the order of its steps."""
+
+    def __init__(
+        self,
+        requests: WorkerRequests,
+        prompts: PromptReader,
+        deciding: Deciding | None,
+        attention: MemoryAttention,
+        placeholders: Collection[int],
+        *,
+        is_alone: bool,
+        block_size: int | None,
+    ) -> None:
+        """
+        Args:
+            deciding: on the first rank; None on the others, which only help it to read the prompts.
+            placeholders: the ids of tokens that stand for media.
+            is_alone: whether this rank is the only one. Others would not hear in time of what is decided early.
+            block_size: tokens of a KV-cache block; None if nothing can be decided in a forward pass.
+        """
+        self._requests, self._prompts, self._deciding = requests, prompts, deciding
+        self._attention, self._placeholders, self._block_size = attention, frozenset(placeholders), block_size
+        self._is_alone = is_alone
+
+    def close(self) -> None:
+        if self._deciding is not None:
+            self._deciding.close()
+
+    # ---- the moments of a step, in their order -------------------------------------------------------------------
+
+    def before_pass(self, new: Sequence[WorkerRequest]) -> None:
+        """Decide about new requests for facts alone."""
+        if self._deciding is None or not self._is_alone:
+            return
+        for request in new:
+            if self._needs_words_alone(request):
+                decision = replace(self._deciding.decide(request), same_pass=True)
+                request.decision = self._taken_up(request, decision)
+
+    def begin_step(self, rows: StepRows) -> None:
+        """Look for requests that can be decided in this step's forward pass. Its rows have begun."""
+        if self._block_size is None or rows.graph_rows is not None:
+            return
+        by_layer = defaultdict[int, list[WorkerRequest]](list)
+        for request in self._completing(rows):
+            layer = _deciding_layer(request)
+            if layer is not None and len(request.prompt) % self._block_size:
+                by_layer[layer].append(request)
+        for layer, requests in by_layer.items():
+            self._attention.decide_in(layer, partial(self._decide_in, layer, requests, rows))
+
+    def after_pass(self, rows: StepRows, final_hidden: Callable[[int], Tensor | None]) -> None:
+        """Read the prompts that are complete. The step's forward pass is queued.
+
+        Args:
+            final_hidden: the step's final hidden states [rows, d] by their number.
+        """
+        hidden, starts = None, rows.starts
+        for number, request_id in enumerate(rows.request_ids):
+            if (request := self._undecided(request_id)) is not None and request.needs_key:
+                hidden = final_hidden(starts[-1]) if hidden is None else hidden
+                assert hidden is not None
+                request.features.add(hidden[starts[number] : starts[number + 1]])
+        for request in self._completing(rows):
+            if request.decision is None:
+                self._prompts.read(request)
+            request.phase = Phase.COMPLETE
+
+    def attached(self, output: Output) -> Output:
+        """The step's output, with the first rank's decisions about the prompts that the step has completed."""
+        complete = [request for request in self._requests.by_id.values() if request.phase is Phase.COMPLETE]
+        for request in complete:
+            request.phase = Phase.SETTLED
+        if not complete or self._deciding is None:
+            return output
+        decide = partial(_decide_all, self._deciding, complete)
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _DecidedLater(output, decide)
+        return _attach(output, decide())
+
+    # ---- in the forward pass -------------------------------------------------------------------------------------
+
+    def _decide_in(self, layer: int, requests: Sequence[WorkerRequest], rows: StepRows) -> None:
+        assert self._deciding is not None
+        for request in requests:
+            self._prompts.read(request)
+        for request, decision in [(request, self._deciding.decide(request)) for request in requests]:
+            if joins(request, decision, layer):
+                decision = self._taken_up(request, replace(decision, same_pass=True))
+            request.decision = decision
+        if any(request.decision is not None and request.decision.same_pass for request in requests):
+            self._attention.begin_step(rows)
+
+    def _taken_up(self, request: WorkerRequest, decision: Decision) -> Decision:
+        """A decision that the running step's later work follows."""
+        try:
+            self._requests.take_up(request, decision.start(len(request.prompt)))
+        except Exception as error:
+            return Decision(Failed(str(failure_of(error))))
+        return decision
+
+    def _needs_words_alone(self, request: WorkerRequest) -> bool:
+        if (bundle := request.bundle) is None or bundle.facts is None:
+            return False
+        has_all = bundle.picture_marks is None or self._placeholders.isdisjoint(request.prompt)
+        return bundle.gate is None and not bundle.num_entries and has_all
+
+    def _undecided(self, request_id: str) -> WorkerRequest | None:
+        request = self._requests.by_id.get(request_id)
+        return None if request is None or request.phase is not Phase.UNDECIDED else request
+
+    def _completing(self, rows: StepRows) -> Iterator[WorkerRequest]:
+        """The requests whose last prompt token is in this step."""
+        for request_id, computed, scheduled in zip(
+            rows.request_ids, rows.num_computed, rows.num_scheduled, strict=True
+        ):
+            request = self._undecided(request_id)
+            if request is not None and computed + scheduled >= len(request.prompt):
+                yield request
+
+
+def _deciding_layer(request: WorkerRequest) -> int | None:
+    """The layer from which on an entry of the request's bundle could join; None if there is none."""
+    if (bundle := request.bundle) is None or (gate := bundle.gate) is None or request.needs_key:
+        return None
+    layer = gate.layers[-1]
+    acts_last = "generation" in bundle.index.metadata.activations.values()
+    if bundle.facts is not None or (acts_last and bool((bundle.first_layers >= layer).any())):
+        return layer
+    return None
+
+
+def joins(request: WorkerRequest, decision: Decision, layer: int) -> bool:
+    """Whether only the last prompt token changes, from this layer on. Stored answers enter behind the last layer."""
+    T = len(request.prompt)
+    if request.bundle is None or isinstance(decision.outcome, TaskAdapter) or decision.redo_from(T) != T - 1:
+        return False
+    entries = [entry for entry, _ in decision.entries]
+    return bool((request.bundle.first_layers[entries] >= layer).all())
+
+
+def _decide_all(deciding: Deciding, complete: Sequence[WorkerRequest]) -> dict[str, Decision]:
+    return {request.id: request.decision or deciding.decide(request) for request in complete}
+
+
+class _DecidedLater(AsyncModelRunnerOutput):
+    """Decides when vLLM waits for the step's tokens anyway."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, decide: Callable[[], dict[str, Decision]]) -> None:
+        self._output, self._decide = output, decide
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _attach(self._output.get_output(), self._decide())
+
+
+def _attach(output: Any, decisions: dict[str, Decision]) -> ModelRunnerOutput:
+    setattr(output, DECISIONS, decisions)
+    return output  # type: ignore[no-any-return]

@@ -1,0 +1,225 @@
+"""The requests of a worker that ask for memory: one record each, which follows the schedule.
+
+    undecided   the untouched model computes the prompt; the step that completes it is followed by a decision
+    complete    the prompt is there, and the step's output brings the decision
+    settled     the request runs with what was decided, or with what its parameters said from the beginning
+
+Shapes: T prompt tokens of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..attention.ranges import Region
+from ..attention.resident_bundle import ResidentBundle
+from ..attention.slots import RequestMemory, Slots
+from ..facts import Answers
+from ..protocol import STARTS, DecideSpec, Decision, InjectionSpec, Start, parse_spec
+from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
+from .answering import put_answers
+from .features import PromptFeatures
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+    from ..host.runner import RunnerTables
+
+Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
+
+
+class Phase(Enum):
+    """See the module docstring."""
+
+    UNDECIDED = auto()
+    COMPLETE = auto()
+    SETTLED = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class _Injection:
+    content: str  # it identifies the slot
+    terms: EntryTerms
+    first_active: int
+
+
+@dataclass(eq=False)
+class WorkerRequest:
+    """One request, from its first step to its end."""
+
+    id: str
+    spec: DecideSpec | None  # None: nothing has to be decided
+    bundle: ResidentBundle | None  # None: what its pictures are like is all that is asked
+    prompt: Sequence[int]  # [T]
+    blocks: list[list[int]]  # until the prompt is complete
+    params: SamplingParams
+    phase: Phase = Phase.UNDECIDED
+    features: PromptFeatures = field(default_factory=PromptFeatures)
+    decision: Decision | None = None  # if it was taken before or in the forward pass
+    injection: _Injection | None = None
+    memory: RequestMemory | None = None  # what it reads in its slot; None without memory, and while it is preempted
+    answers: Answers | None = None
+
+    @property
+    def first_active(self) -> int:
+        """The first position that its memory acts on; 0 without memory."""
+        return 0 if self.injection is None else self.injection.first_active
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether it is decided by the final hidden states of its prompt."""
+        return self.spec is not None and self.spec.retrieval
+
+    def extend(self, blocks: Blocks) -> None:
+        """It has got more blocks."""
+        if self.phase is Phase.UNDECIDED:
+            for own, new in zip(self.blocks, blocks, strict=True):
+                own.extend(new)
+
+    def restart(self, blocks: Blocks) -> None:
+        """It was preempted, and goes on with these blocks alone."""
+        if self.phase is Phase.UNDECIDED:
+            self.blocks = [list(each) for each in blocks]
+            self.features = PromptFeatures()
+
+    def follow_answers(self, answers: Answers) -> None:
+        """From now on, its next tokens follow these answers, too."""
+        self.answers = answers
+        put_answers(self.params, answers)
+
+
+class WorkerRequests:
+    """The worker calls every method before, or in, the step's forward pass."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        resident: Callable[[str], ResidentBundle],
+        release: Callable[[Region], object] = Region.release,
+    ) -> None:
+        """
+        Args:
+            resident: the bundle of a digest, which is loaded.
+            release: drops a request's reference to its bundle's region. A step waits for it.
+        """
+        self.slots = slots
+        self.by_id: dict[str, WorkerRequest] = {}
+        self._resident, self._release = resident, release
+
+    def follow(self, scheduled: SchedulerOutput, runner: RunnerTables) -> list[WorkerRequest]:
+        """Follow the schedule of a step; the requests that are new and undecided."""
+        for request_id in scheduled.finished_req_ids:
+            self._finish(request_id)
+        for request_id in scheduled.preempted_req_ids or ():
+            self._preempt(request_id)
+        new = [request for data in scheduled.scheduled_new_reqs if (request := self._start(data)) is not None]
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if (request := self.by_id.get(request_id)) is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                assert blocks is not None
+                self._resume(request, blocks)
+            elif blocks is not None:
+                request.extend(blocks)
+        starts: dict[str, Start] = getattr(scheduled, STARTS, {})
+        for request_id, start in starts.items():
+            self._settle(self.by_id[request_id], start, runner, is_running=request_id in cached.req_ids)
+        return [request for request in new if request.phase is Phase.UNDECIDED]
+
+    def take_up(self, request: WorkerRequest, start: Start) -> None:
+        """From its next rows on, the request reads the memory and follows the answers that it starts with."""
+        if start.answers is not None:
+            request.follow_answers(start.answers)
+        if start.injection is not None:
+            self._inject(request, start.injection)
+
+    def _start(self, data: NewRequestData) -> WorkerRequest | None:
+        """Start a request; None if it is known, or does not ask for memory.
+
+        To the V2 runner resumed requests come back as new; to any runner, so does one that was preempted before its
+        first step.
+        """
+        params = data.sampling_params
+        if params is None or (spec := parse_spec(params.extra_args)) is None:
+            return None
+        if (known := self.by_id.get(data.req_id)) is not None:
+            known.params = params
+            if known.answers is not None:
+                put_answers(params, known.answers)
+            self._resume(known, data.block_ids)
+            return None
+        assert data.prompt_token_ids is not None  # prompt embeddings are refused at start
+        request = self.by_id[data.req_id] = WorkerRequest(
+            id=data.req_id,
+            spec=spec if isinstance(spec, DecideSpec) else None,
+            bundle=self._resident(spec.bundle) if spec.bundle else None,
+            prompt=data.prompt_token_ids,
+            blocks=[list(each) for each in data.block_ids],
+            params=params,
+        )
+        if isinstance(spec, InjectionSpec):
+            request.phase = Phase.SETTLED
+            self._inject(request, spec)
+        return request
+
+    def _settle(self, request: WorkerRequest, start: Start, runner: RunnerTables, *, is_running: bool) -> None:
+        """A request goes on as it was decided; a token that was sampled before is taken back."""
+        request.phase = Phase.SETTLED
+        if start.media is not None:
+            runner.give_media(request.id, start.media)
+        self.take_up(request, start)
+        if start.redo_from is not None and is_running:
+            runner.take_back(request.id, start.redo_from)
+        if start.adapter is not None:
+            runner.switch_adapter(request.id, start.adapter.lora_request)
+
+    def _inject(self, request: WorkerRequest, spec: InjectionSpec) -> None:
+        assert request.injection is None, f"request {request.id} has a memory already"
+        assert request.bundle is not None
+        terms = _terms(spec, request.bundle)
+        request.bundle.region.retain()
+        request.injection = _Injection(spec.content, terms, spec.start)
+        self._take_slot(request)
+
+    def _take_slot(self, request: WorkerRequest) -> None:
+        """Its bundle may have been unloaded."""
+        if request.injection is not None and request.memory is None:
+            assert request.bundle is not None
+            request.memory = self.slots.acquire(request.injection.content, request.bundle, request.injection.terms)
+
+    def _resume(self, request: WorkerRequest, blocks: Blocks) -> None:
+        self._take_slot(request)
+        request.restart(blocks)
+
+    def _preempt(self, request_id: str) -> None:
+        """Release its slot; it keeps its memory."""
+        request = self.by_id.get(request_id)
+        if request is not None and request.injection is not None and request.memory is not None:
+            self.slots.release(request.injection.content)
+            request.memory = None
+
+    def _finish(self, request_id: str) -> None:
+        """The last request that has an unloaded bundle releases its region."""
+        self._preempt(request_id)
+        request = self.by_id.pop(request_id, None)
+        if request is not None and request.injection is not None:
+            assert request.bundle is not None
+            self._release(request.bundle.region)
+
+
+def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> EntryTerms:
+    return entry_terms(
+        Retrieval(np.asarray(spec.entries, dtype=np.int64), np.asarray(spec.weights, dtype=np.float32)),
+        bundle.weighting,
+        payload_tokens=bundle.payload_tokens,
+        num_entries=bundle.num_entries,
+        num_expired=spec.expired,
+        remainder=spec.remainder,
+    )

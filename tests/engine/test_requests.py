@@ -1,0 +1,152 @@
+"""The requests of a worker follow the schedule: what each reads, and what is let go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from inducekv_vllm.attention.pool import PoolShape
+from inducekv_vllm.attention.rows import acting_rows
+from inducekv_vllm.attention.slots import RequestMemory, Slots
+from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.facts import Answers
+from inducekv_vllm.host.runner import StepRows
+from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter
+from inducekv_vllm.workers.answering import ANSWERS
+from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
+from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
+
+SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
+ANSWERED = Answers(0.9, (1.0,), ((7, 8),))
+
+
+class Worker:
+    """The table of requests over two bundles, "first" and "other", and the calls of its runner."""
+
+    def __init__(self) -> None:
+        self.pool, self.filled = poisoned_pool(SHAPE), list[RequestMemory]()
+        self.bundles = {
+            "first": store(self.pool, fitting_bundle(SHAPE, 2, 1)),
+            "other": store(self.pool, fitting_bundle(SHAPE, 2, 1, map_rank=1)),
+        }
+        self.requests = WorkerRequests(Slots(2, self.filled.append), self.bundles.__getitem__)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def follow(
+        self,
+        new: dict[str, Any] | None = None,
+        *,
+        running: tuple[str, ...] = (),
+        resumed: tuple[str, ...] = (),
+        preempted: str = "",
+        finished: str = "",
+        starts: dict[str, Start] | None = None,
+    ) -> list[WorkerRequest]:
+        def call(name: str) -> Any:
+            return lambda *given: self.calls.append((name, *given))
+
+        runner: Any = SimpleNamespace(**{name: call(name) for name in ("give_media", "take_back", "switch_adapter")})
+        cached = SimpleNamespace(
+            req_ids=[*running, *resumed],
+            new_block_ids=[None] * len(running) + [([0],)] * len(resumed),
+            resumed_req_ids=set(resumed),
+        )
+        scheduled: Any = SimpleNamespace(
+            finished_req_ids=set(finished),
+            preempted_req_ids=set(preempted),
+            scheduled_new_reqs=[started(name, spec) for name, spec in (new or {}).items()],
+            scheduled_cached_reqs=cached,
+            **{STARTS: starts or {}},
+        )
+        return self.requests.follow(scheduled, runner)
+
+    def memory(self, request_id: str) -> RequestMemory | None:
+        request = self.requests.by_id.get(request_id)
+        return None if request is None else request.memory
+
+
+def started(name: str, spec: Any) -> Any:
+    params = SamplingParams(extra_args=None if spec is None else {"inducekv": spec.to_extra_args()})
+    return SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[5, 6, 7], block_ids=([0],))
+
+
+def injection(bundle: str, start: int = 0, weight: float = 1.0) -> InjectionSpec:
+    return InjectionSpec(bundle, (0, 1), (weight, 1.0), False, start)
+
+
+DECIDE = DecideSpec("first", False, None, False)
+
+
+def test_slots_have_the_memory_of_running_requests() -> None:
+    """Requests of equal content share one, preempted ones have none, and an unloaded bundle stays for its last one."""
+    worker = Worker()
+    free = worker.pool.num_free_tokens
+    assert worker.follow({"a": injection("first"), "b": injection("first"), "c": injection("other"), "d": None}) == []
+    first, other = worker.filled
+    assert [first.bundle, other.bundle] == [worker.bundles["first"], worker.bundles["other"]]
+    assert {name: worker.memory(name) for name in "abcd"} == {"a": first, "b": first, "c": other, "d": None}
+
+    worker.follow(preempted="bc")
+    worker.bundles.pop("first").region.release()  # the bundle is unloaded
+    worker.follow(finished="a")
+    assert [worker.memory(name) for name in "abc"] == [None] * 3
+    worker.follow({"e": injection("other", weight=0.5)}, resumed=("b", "d"))
+    with pytest.raises(CapacityError, match="all 2 memory slots"):
+        worker.follow(resumed=("c",))
+    memory = worker.memory("b")
+    assert memory is not None
+    assert memory.bundle is first.bundle
+    assert worker.pool.num_free_tokens == free
+    worker.follow(finished="bced")
+    assert worker.requests.slots.used == 0
+    assert worker.requests.by_id == {}
+    assert worker.pool.num_free_tokens == free + 2
+
+
+def test_a_request_is_decided_once() -> None:
+    """Whether its start comes with its first step or with a later one; and it may come back as a new one."""
+    worker, start = Worker(), Start(2, injection("first", start=2), ANSWERED)
+    (request,) = worker.follow({"a": DECIDE})
+    assert (request.phase, request.memory, request.first_active) == (Phase.UNDECIDED, None, 0)
+    worker.follow(running=("a",), starts={"a": start})
+    assert (request.phase, request.first_active) == (Phase.SETTLED, 2)
+    assert request.memory is not None
+    assert (request.params.extra_args or {})[ANSWERS] == ANSWERED
+    assert worker.calls == [("take_back", "a", 2)]
+
+    assert worker.follow({"b": DECIDE}, starts={"b": start}) == []
+    assert worker.memory("b") is request.memory
+    assert len(worker.calls) == 1  # it has sampled nothing
+
+    before = request.params
+    worker.follow(preempted="a")
+    assert worker.follow({"a": DECIDE}) == []
+    assert request.memory is not None
+    assert request.params is not before
+    assert (request.params.extra_args or {})[ANSWERS] == ANSWERED
+
+
+def test_a_request_goes_on_with_an_adapter_and_its_media() -> None:
+    worker, adapter = Worker(), TaskAdapter("style", 3, "/adapters/style")
+    worker.follow({"a": DECIDE})
+    worker.follow(resumed=("a",), starts={"a": Start(0, adapter, media=["features"])})
+    assert worker.calls == [
+        ("give_media", "a", ["features"]),
+        ("take_back", "a", 0),
+        ("switch_adapter", "a", adapter.lora_request),
+    ]
+    assert worker.memory("a") is None
+
+
+def test_the_rows_that_memory_acts_on() -> None:
+    worker = Worker()
+    worker.follow({"a": injection("first"), "c": injection("other", start=7), "d": DECIDE, "e": injection("first")})
+    step = StepRows(["c", "x", "a", "d", "e"], [4, 0, 9, 0, 2], [6, 2, 1, 3, 0])
+    rows = [(each.memory, each.request, each.first, each.end) for each in acting_rows(worker.requests.by_id, step)]
+    assert rows == [(worker.memory("c"), 0, 3, 6), (worker.memory("a"), 2, 8, 9)]
+    assert acting_rows({}, step) == []
+    assert np.cumsum(step.num_scheduled)[-1] == step.starts[-1]
