@@ -23,13 +23,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.tasks import SupportedTask
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
-from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import MemoryEngine, MemoryRequest
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
 from inducekv_vllm.host.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.host.logs import logger_of
-from inducekv_vllm.protocol import Decision
 
 from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware, TurnMiddleware
@@ -106,38 +104,11 @@ class InduceKVEndpoint:
         )
         registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, processes)
         await registry.start(run.name, access.key_name)
-<<<<<<< HEAD
-        journal = registry.journal
-        engine = MemoryEngine(
-            engine_client,
-            registry,
-            config,
-            stop,
-            record_answer=journal.record_answer if config.audit_answers else None,
-            put_trace=journal.put_trace,
-            note_facts=journal.note_facts,
-            note_decision=journal.note_decision if config.memory_page else None,
-        )
-=======
-        decisions = page.LatestDecisions() if config.memory_page else None
-        engine = MemoryEngine(engine_client, registry, config, stop, _Journal(registry, decisions))
->>>>>>> wt/request
+        engine = MemoryEngine(engine_client, registry, config, stop, registry.journal)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
         state.inducekv_registry, state.inducekv_engine, state.inducekv_access = registry, engine, access
-
-
-class _Journal:
-    """`EngineJournal` of the registry and the page."""
-
-    def __init__(self, registry: BundleRegistry, decisions: page.LatestDecisions | None) -> None:
-        self.record_answer, self.put_trace = registry.record_answer, registry.put_trace
-        self.note_facts, self._decisions = registry.note_facts, decisions
-
-    def note_decision(self, name: str, memory: Memory, decision: Decision) -> None:
-        if self._decisions is not None:
-            self._decisions.note(name, memory, decision)
 
 
 def run_folder(processes: int) -> Path:

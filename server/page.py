@@ -13,13 +13,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
-<<<<<<< HEAD
-=======
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.trace import describe_facts, describe_gate
->>>>>>> wt/request
 from inducekv_vllm.host.config import ADMIN_HEADER
-from inducekv_vllm.protocol import Decision
 
 from .requests import TAG, Admin, error_answer, errors, registry_of
 from .schemas import MemoryDecision, MemoryDecisions

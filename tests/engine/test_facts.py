@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
-<<<<<<< HEAD
+from inducekv_vllm.backbone.stored_facts import StoredFacts
 from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
-=======
-from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
-from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
-from inducekv_vllm.engine.offline import MemoryAnswer
->>>>>>> wt/request
 from inducekv_vllm.errors import UnknownFact
 from selector.update.forget import without_entries
 from selector.update.regate import with_gate

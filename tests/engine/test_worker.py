@@ -12,11 +12,7 @@ from vllm.config import CUDAGraphMode
 from inducekv_vllm import worker
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
-<<<<<<< HEAD
 from inducekv_vllm.attention.pool import PoolShape
-from inducekv_vllm.attention.request_table import MemoryOfRequests
-=======
->>>>>>> wt/request
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
