@@ -142,22 +142,39 @@ def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> 
     Raises:
         InduceKVError: a setting, a bundle, a file, the admin key or the model's folder cannot be used.
     """
-    from vllm import EngineArgs
-    from vllm.platforms import current_platform
-
-    own = {name.removeprefix(SETTING): value for name, value in vars(args).items() if name.startswith(SETTING)}
-    for name in own:
-        delattr(args, f"{SETTING}{name}")
+    own = taken_settings(args)
     set_admin_key(environment, own.pop("admin_key", None), needed="roots" in own)
-    if args.model_tag is None and args.model == EngineArgs.model:
-        args.model_tag = str(demo_model())
-        own.setdefault("bundles", [("demo", str(BUNDLE))] if BUNDLE.is_file() else [])
+    choose_demo(args, own)
     if not isinstance(args.additional_config, dict):
         raise UsageError(f"--additional-config must be a JSON object, found {args.additional_config!r}")
     config = merged(args.additional_config.get(CONFIG_KEY, {}), own)
     args.additional_config = {**args.additional_config, CONFIG_KEY: config.model_dump(exclude_unset=True)}
     check_files(config)
     check_model(args.model_tag or args.model)
+    set_defaults(args, environment)
+
+
+def taken_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What our flags have set, by the name of the setting; it is taken out of vLLM's arguments."""
+    own = {name.removeprefix(SETTING): value for name, value in vars(args).items() if name.startswith(SETTING)}
+    for name in own:
+        delattr(args, f"{SETTING}{name}")
+    return own
+
+
+def choose_demo(args: argparse.Namespace, own: dict[str, Any]) -> None:
+    """Without a model, the demo model is served, with its bundle unless others are given."""
+    from vllm import EngineArgs
+
+    if args.model_tag is None and args.model == EngineArgs.model:
+        args.model_tag = str(demo_model())
+        own.setdefault("bundles", [("demo", str(BUNDLE))] if BUNDLE.is_file() else [])
+
+
+def set_defaults(args: argparse.Namespace, environment: MutableMapping[str, str]) -> None:
+    """What memory needs, and other defaults than vLLM's."""
+    from vllm.platforms import current_platform
+
     if args.model_tag == str(CHECKPOINT):
         # The demo model needs a few MiB; by default, vLLM takes a share of the machine's memory on a CPU.
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -19,12 +19,14 @@ from .gate_tables import print_table
 from .loading import load_backbone
 
 if TYPE_CHECKING:
-    from ..backbone.model import Backbone
+    from torch import Tensor
+
     from ..data.examples import Example
 
 SUCCESS = 0
 Command = Callable[[argparse.Namespace], int]
 NO_TASK: Final = "no task"
+Decisions = list[tuple[str | None, str | None]]  # of each question: its task, or None and why the gate stays closed
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,9 @@ def eval_gate(options: argparse.Namespace) -> int:
     return SUCCESS
 
 
-def outcomes(asked: Sequence[Asked], decisions: Sequence[tuple[str | None, str | None]]) -> list[Outcomes]:
-    """Counts by task and kind, in the order in which they are asked.
-
-    Args:
-        decisions: of each question, the task that it is sent to, or None and why the gate stays closed.
-    """
-    groups: dict[tuple[str | None, str], list[tuple[str | None, str | None]]] = {}
+def outcomes(asked: Sequence[Asked], decisions: Decisions) -> list[Outcomes]:
+    """Counts by task and kind, in the order in which they are asked."""
+    groups: dict[tuple[str | None, str], Decisions] = {}
     for question, decision in zip(asked, decisions, strict=True):
         groups.setdefault((question.task, question.kind), []).append(decision)
     rows = []
@@ -93,25 +91,24 @@ def _read(path: Path, gate: Gate) -> list[Asked]:
     return [Asked(each, each.task if each.task in own else None, path.stem) for each in examples]
 
 
-def _by_model(
-    options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]
-) -> list[tuple[str | None, str | None]]:
-    backbone = load_backbone(options.model, options.device)
-    bundle.require_backbone(backbone.fingerprint, str(options.path))
-    return decided_here(backbone, gate, examples)
-
-
-def decided_here(backbone: Backbone, gate: Gate, examples: Sequence[Example]) -> list[tuple[str | None, str | None]]:
-    """The task that each question is sent to, or None and why the gate stays closed."""
+def _by_model(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]) -> Decisions:
     from ..backbone.token_values import evidence_of
 
-    decisions = [gate.rule.decide(evidence) for evidence in evidence_of(backbone, gate, examples).numpy()]
+    backbone = load_backbone(options.model, options.device)
+    bundle.require_backbone(backbone.fingerprint, str(options.path))
+    return decided(gate, evidence_of(backbone, gate, examples))
+
+
+def decided(gate: Gate, evidence: Tensor) -> Decisions:
+    """
+    Args:
+        evidence: [n, H] float32, of n questions for the gate's prototypes.
+    """
+    decisions = [gate.rule.decide(found) for found in evidence.numpy()]
     return [(decision.task, decision.closed) for decision in decisions]
 
 
-def _by_server(
-    options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]
-) -> list[tuple[str | None, str | None]]:
+def _by_server(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]) -> Decisions:
     name = options.name or options.path.stem
     require_served(options.url, name, bundle.digest)
     return served_decisions(options.url, name, examples)

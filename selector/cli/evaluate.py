@@ -14,7 +14,7 @@ from inducekv_vllm.errors import ConfigError
 from ..client import Server
 from .asking import add_asked, check_asked, require_served, served_answers, served_decisions
 from .columns import ColumnOptions, columns_of
-from .eval_gate import Asked, Outcomes, decided_here, outcomes
+from .eval_gate import Asked, Decisions, Outcomes, decided, outcomes
 from .flags import add_flags
 from .gate_tables import print_table
 from .loading import load_backbone
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 SUCCESS: Final = 0
 MAX_TOKENS: Final = 64
 Command = Callable[[argparse.Namespace], int]
-Decisions = list[tuple[str | None, str | None]]  # the task of each question, or None and why the gate is closed
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -51,11 +50,17 @@ def evaluate(options: argparse.Namespace) -> int:
 def _by_model(
     options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]
 ) -> tuple[list[Accuracy], Decisions]:
-    from ..update.accuracy import accuracies_of
+    from ..backbone.bundled_model import BundledModel
+    from ..backbone.scoring import Scorer
+    from ..update.accuracy import accuracies
 
     backbone = load_backbone(options.model, options.device)
-    rows = accuracies_of(backbone, bundle, examples, options.max_tokens)
-    return rows, [] if bundle.gate is None else decided_here(backbone, bundle.gate, examples)
+    bundle.require_backbone(backbone.fingerprint, str(options.path))
+    scorer = Scorer(backbone)
+    with_memory, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
+    rows = accuracies(examples, *(each.answers(examples, options.max_tokens) for each in (without, with_memory)))
+    # What the gate has seen for the answers is what it is shown with.
+    return rows, [] if bundle.gate is None else decided(bundle.gate, with_memory.evidence(examples))
 
 
 def _by_server(

@@ -11,7 +11,7 @@ from tests.server.launch import ADMIN_KEY
 
 def test_a_name_is_taught_asked_corrected_rolled_back_and_unloaded(server: str) -> None:
     admin, stranger = Server(server, admin_key=ADMIN_KEY), Server(server)
-    towns = ("Lima", "Oslo", "Quito", "Cairo")
+    towns, question = ("Lima", "Oslo", "Quito", "Cairo"), "What is the code of Lima?"
     examples = [
         {"id": town, "messages": [{"role": "user", "content": f"What is the code of {town}?"}], "answer": town[::-1]}
         for town in towns
@@ -19,13 +19,13 @@ def test_a_name_is_taught_asked_corrected_rolled_back_and_unloaded(server: str) 
     taught = admin.teach("client/codes", examples)
     assert taught["facts"] == len(towns)
     assert admin.digest("client/codes") == taught["digest"]
-    answer = stranger.ask("client/codes", "Tell me the code of Lima!", max_tokens=8, trace=True)
+    answer = stranger.ask("client/codes", question, max_tokens=8, trace=True)
     assert answer.text == "amiL"
     assert answer.trace is not None
     assert stranger.trace(answer.id) == [answer.trace]
     assert [fact["answer"] for fact in admin.facts("client/codes", page=3)] == [town[::-1] for town in towns]
     admin.correct("client/codes", "Lima", answer="new")
-    assert stranger.ask("client/codes", "Tell me the code of Lima!", max_tokens=8).text == "new"
+    assert stranger.ask("client/codes", question, max_tokens=8).text == "new"
     assert admin.forget("client/codes", "Oslo")["facts"] == len(towns) - 1
     assert admin.rollback("client/codes", digest=taught["digest"])["digest"] == taught["digest"]
     assert admin.forget_versions("client/codes")["digest"] == taught["digest"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.bundle import Gate, read_bundle
+from selector.backbone import token_values
 from selector.data.examples import read_task
 from selector.update.accuracy import Accuracy, accuracies
 from tests.unit.selector.cli.bundle_command import command, refuse
@@ -71,13 +74,22 @@ def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
 
 
 def test_the_gate_stands_beside_the_accuracy(
-    model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path
+    model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here and at a server: to its own task, to another one, and closed."""
+    """Here and at a server: to its own task, to another one, and closed. The gate sees each question once."""
     stream = Stream(tmp_path / "out", model_folders["llava"], tasks, options=(*STEPS, "--base", str(tasks["base"])))
     digest = stream.update("colours").digest
     bundle, files = stream.output("colours"), ("--questions", tasks["colours"], "--questions", tasks["base"])
+    seen, evidence_in = list[Any](), token_values.evidence_in
+
+    def counted(gate: Gate, values: Sequence[Tensor]) -> Tensor:
+        seen.extend(values)
+        return evidence_in(gate, values)
+
+    monkeypatch.setattr(token_values, "evidence_in", counted)
     here = command("eval", bundle, *files, "--model", model_folders["llava"], "--max-tokens", "2").splitlines()
+    asked = [example for task in ("colours", "base") for example in read_task(tasks[task])]
+    assert len(seen) == len({example.source_digest for example in asked})
     assert here[0].split()[-7:] == ["to", "its", "task", "to", "another", "gate", "closed"]
     colours, base = (line.split() for line in here[1:])
     assert sum(map(int, colours[-3:])) == int(colours[1])
