@@ -20,9 +20,11 @@ from .metadata import (
     FactRecord,
     GateRecord,
     OutputMap,
+    Record,
 )
 from .signature import Signature, read_private_key, read_public_key, require_signature, sign_digest
 from .tensors import (
+    ENTRY_AXES,
     UNIT_NORM_TOLERANCE,
     Bundle,
     Gate,
@@ -36,6 +38,7 @@ from .tensors import (
 )
 
 __all__ = [
+    "ENTRY_AXES",
     "FORMAT_VERSION",
     "MAX_HEADER_BYTES",
     "METADATA_KEY",
@@ -50,6 +53,7 @@ __all__ = [
     "GateRecord",
     "MagnitudeLimits",
     "OutputMap",
+    "Record",
     "Signature",
     "bundle_digest",
     "bundle_without_entries",

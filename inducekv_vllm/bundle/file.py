@@ -103,7 +103,7 @@ def read_bundle(
     except OSError as error:
         raise BundleError(f"{source}: cannot read the bundle: {error.strerror}") from error
     metadata = BundleMetadata.model_construct(**{name: getattr(entry, name) for name in BundleMetadata.model_fields})
-    bundle = Bundle(**tensors, metadata=metadata, signature=entry.signature)
+    bundle = Bundle.of_file(tensors, metadata, entry.signature)
     check_shapes(bundle, source)  # the metadata was checked with the header
     if verify:
         check_values(bundle, source)

@@ -42,8 +42,8 @@ def _packed_state(picture: str) -> str:
 Moment = Annotated[datetime, Field(strict=True), AfterValidator(_in_utc)]
 
 
-class EntryRecord(BaseModel):
-    """The training example that an entry was made from."""
+class Record(BaseModel):
+    """What a bundle records of an entry or of a fact."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,7 +57,11 @@ class EntryRecord(BaseModel):
         return self.expires_at is not None and self.expires_at <= now
 
 
-class FactRecord(EntryRecord):
+class EntryRecord(Record):
+    """The training example that an entry was made from."""
+
+
+class FactRecord(Record):
     """A question with its answer, which takes no training: see `inducekv_vllm.facts`."""
 
     question: Annotated[str, Field(min_length=1)]  # the text of the last user turn
@@ -305,7 +309,7 @@ def _check_gate_tasks(metadata: BundleMetadata, name: str) -> None:
         )
     served = {*metadata.tasks, *metadata.fact_tasks, *(record.task for record in metadata.task_adapters)}
     if empty := tasks - served:
-        raise BundleError(f"{name}: gate task {min(empty)!r} has no entries")
+        raise BundleError(f"{name}: gate task {min(empty)!r} has no entries, no facts and no adapter")
     if metadata.weighting == "sqrt":
         # Entries of other tasks must be absent; in "sqrt" weighting an entry of alpha = 0 still takes its share.
         raise BundleError(f'{name}: a relevance gate needs another weighting than "sqrt"')

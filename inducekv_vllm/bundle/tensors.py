@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from pydantic import ValidationError
@@ -39,6 +40,15 @@ from .signature import Signature
 UNIT_NORM_TOLERANCE = 2e-3
 AT_ONCE = 2**19  # values that are checked or hashed
 
+_GATE = {  # by the names of `Gate`; files have the prefix
+    "center": torch.float32,
+    "scale": torch.float32,
+    "prototypes": torch.float16,
+    "floors": torch.float32,
+    "weights": torch.float32,
+    "thresholds": torch.float32,
+}
+_PREFIX = "gate_"
 DTYPES = {
     "retrieval_keys": torch.float16,
     "payload_keys": torch.float16,
@@ -46,15 +56,12 @@ DTYPES = {
     "temperature": torch.float32,
     "value_gates": torch.float32,
     "layer_bias": torch.float32,
-    "gate_center": torch.float32,
-    "gate_scale": torch.float32,
-    "gate_prototypes": torch.float16,
-    "gate_floors": torch.float32,
-    "gate_weights": torch.float32,
-    "gate_thresholds": torch.float32,
+    **{f"{_PREFIX}{name}": dtype for name, dtype in _GATE.items()},
     "map_in": torch.float16,
     "map_out": torch.float16,
 }
+# The tensors that have something of each entry, and which of their dimensions are the entries.
+ENTRY_AXES = MappingProxyType({"retrieval_keys": 0, "payload_keys": 1, "payload_values": 1, "map_in": 1, "map_out": 1})
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Gate:
     floors: Tensor  # [S, P], at least 0, below 1; stored as float32
     weights: Tensor  # [C, H]; stored as float32
     thresholds: Tensor  # [C], above 0; stored as float32
-    tasks: tuple[str, ...]  # [C], unique, exactly the tasks of the entries and of the task adapters
+    tasks: tuple[str, ...]  # [C], unique; each has entries, facts or an adapter, and all tasks of entries are there
     near: tuple[float, ...] | None = None  # [C], at most 0: from which margin on a task's facts count; None for 0
 
     @property
@@ -81,7 +88,7 @@ class Gate:
     def token_digest(self) -> str:
         """See `inducekv_vllm.gate.token_digest`."""
         names = [field.name for field in fields(TokenScores)]
-        stored = {name: getattr(self, name).to("cpu", DTYPES[f"gate_{name}"]) for name in names}
+        stored = {name: getattr(self, name).to("cpu", _GATE[name]) for name in names}
         return token_digest(self.layers, self.marks, stored)
 
     @property
@@ -101,8 +108,30 @@ class Gate:
 
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the file."""
-        names = [name for name in DTYPES if name.startswith("gate_")]
-        return {name: getattr(self, name.removeprefix("gate_")) for name in names}
+        return {f"{_PREFIX}{name}": getattr(self, name) for name in _GATE}
+
+    @classmethod
+    def of_file(cls, record: GateRecord, tasks: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Self:
+        """`tensors` by their names in the file, others among them."""
+        stored = {name: tensors[f"{_PREFIX}{name}"] for name in _GATE}
+        marks = TurnMarks(record.turn_begin, record.turn_end)
+        return cls(layers=record.layers, marks=marks, tasks=tasks, near=record.near, **stored)
+
+    def stored(self) -> Self:
+        """Copies on the CPU in the types of a file."""
+        tensors: dict[str, Any] = {name: _stored(getattr(self, name), dtype) for name, dtype in _GATE.items()}
+        return replace(self, **tensors)
+
+    def take(self, tasks: Collection[str]) -> Self:
+        """The gate of these tasks alone; prototypes stay."""
+        rows = [row for row, task in enumerate(self.tasks) if task in tasks]
+        return replace(
+            self,
+            weights=self.weights[rows],
+            thresholds=self.thresholds[rows],
+            tasks=tuple(self.tasks[row] for row in rows),
+            near=None if self.near is None else tuple(self.near[row] for row in rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -116,12 +145,7 @@ class Bundle:
     value_gates: Tensor  # [L] float32; in (0, 1] if merged, any finite number if decoupled
     layer_bias: Tensor  # [L] float32, added to every memory logit of the layer
     metadata: BundleMetadata
-    gate_center: Tensor | None = None  # this and the others: see `Gate`
-    gate_scale: Tensor | None = None
-    gate_prototypes: Tensor | None = None
-    gate_floors: Tensor | None = None
-    gate_weights: Tensor | None = None
-    gate_thresholds: Tensor | None = None
+    gate: Gate | None = None  # with its stored tensors; None for a memory that is always used
     # Entry i adds alpha_i gate_l map_out map_in o to the attention output o [G D] of each KV head.
     map_in: Tensor | None = None  # [L, B, J, r, G D] float16
     map_out: Tensor | None = None  # [L, B, J, G D, r] float16
@@ -195,11 +219,8 @@ class Bundle:
             "value_gates": value_gates,
             "layer_bias": layer_bias,
         }
-        tensors |= maps
-        if gate is not None:
-            tensors |= gate.tensors()
-        stored = {name: t.detach().to("cpu", DTYPES[name]).clone().contiguous() for name, t in tensors.items()}
-        bundle = cls(**stored, metadata=metadata, signature=None)
+        stored: dict[str, Any] = {name: _stored(t, DTYPES[name]) for name, t in (tensors | maps).items()}
+        bundle = cls(**stored, metadata=metadata, gate=None if gate is None else gate.stored())
         check_structure(bundle, "bundle")
         return with_entries(bundle, entries)
 
@@ -219,19 +240,75 @@ class Bundle:
     def digest(self) -> str:
         return self.metadata.digest
 
-    @property
-    def gate(self) -> Gate | None:
-        """The relevance gate with its stored tensors, or None for a memory that is always used."""
-        record, tensors = self.metadata.gate, self.tensors()
-        if record is None:
-            return None
-        stored = {name.removeprefix("gate_"): t for name, t in tensors.items() if name.startswith("gate_")}
-        marks = TurnMarks(record.turn_begin, record.turn_end)
-        return Gate(layers=record.layers, marks=marks, tasks=self.metadata.gate_tasks, near=record.near, **stored)
+    @classmethod
+    def of_file(cls, tensors: Mapping[str, Tensor], metadata: BundleMetadata, signature: Signature | None) -> Self:
+        """The content of a file whose header was checked; nothing is copied."""
+        own: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith(_PREFIX)}
+        record = metadata.gate
+        gate = None if record is None else Gate.of_file(record, metadata.gate_tasks, tensors)
+        return cls(**own, metadata=metadata, gate=gate, signature=signature)
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by their names in the file; includes those of the gate if there is one."""
-        return {name: tensor for name in DTYPES if (tensor := getattr(self, name)) is not None}
+        of_gate = {} if self.gate is None else self.gate.tensors()
+        found = {name: of_gate.get(name, getattr(self, name, None)) for name in DTYPES}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def next(self, **changes: Any) -> Bundle:
+        """The next version: as this one, to the bit, but for `changes`. It is not signed.
+
+        Args:
+            changes: tensors and fields of `BundleMetadata` by their names; `gate` is a `Gate` or None.
+
+        Raises:
+            BundleError: they do not fit the bundle.
+        """
+        return _changed(self, {"parent_digest": self.digest, **changes})
+
+    def take(self, rows: Sequence[int], **changes: Any) -> Bundle:
+        """The next version with these entries alone, in this order.
+
+        Its gate has the tasks that are left; `changes` are those of `next`, facts and another gate among them.
+        """
+        kept, tensors = torch.tensor(rows, dtype=torch.int64), self.tensors()  # [K]
+        taken = {name: tensors[name].index_select(axis, kept) for name, axis in ENTRY_AXES.items() if name in tensors}
+        entries = tuple(self.metadata.entries[row] for row in rows)
+        tasks = {entry.task for entry in entries}
+        activations = {task: value for task, value in self.metadata.activations.items() if task in tasks}
+        if self.gate is not None and "gate" not in changes:
+            others = (*changes.get("facts", self.metadata.facts), *self.metadata.task_adapters)
+            changes["gate"] = self.gate.take(tasks | {record.task for record in others})
+        return self.next(**taken, entries=entries, activations=activations, **changes)
+
+    def join(self, later: Bundle, **changes: Any) -> Bundle:
+        """The next version with the entries of both, those of `later` last; `changes` are those of `next`.
+
+        All else is as here, and as there if there are no entries here. Raises BundleError: the entries differ in shape.
+        """
+        metadata, new = self.metadata, later.metadata
+        names = [name for name in ENTRY_AXES if name in later.tensors()]
+        if not self.num_entries:
+            entries = {name: later.tensors()[name] for name in names}
+            shape = {"payload_tokens": new.payload_tokens, "output_map": new.output_map}
+            return self.next(**entries, **shape, entries=new.entries, activations=new.activations, **changes)
+        try:
+            both = {name: torch.cat([self.tensors()[name], later.tensors()[name]], ENTRY_AXES[name]) for name in names}
+        except (KeyError, RuntimeError) as error:
+            raise BundleError(f"the entries of two bundles cannot be joined: {error}") from error
+        activations = {**metadata.activations, **new.activations}
+        return self.next(**both, entries=metadata.entries + new.entries, activations=activations, **changes)
+
+    def with_gate(self, gate: Gate, settings: Mapping[str, Any]) -> Bundle:
+        """The next version with this gate.
+
+        Args:
+            gate: for the same tasks, in the types in which a bundle stores it.
+            settings: what is recorded of the fit, in the place of what was recorded of the one before.
+
+        Raises:
+            BundleError: the gate does not fit the bundle.
+        """
+        return self.next(gate=gate, settings=self.metadata.settings | dict(settings))
 
     def require_backbone(self, served: BackboneFingerprint, name: str = "bundle") -> None:
         """Refuse to be used with another model.
@@ -283,11 +360,28 @@ def with_metadata(bundle: Bundle, **changed: Any) -> Bundle:
     Raises:
         BundleError: they do not fit the bundle.
     """
-    bundle = replace(bundle, metadata=bundle.metadata.model_copy(update=changed), signature=None)
-    digest = bundle_digest(bundle)
-    bundle = replace(bundle, metadata=bundle.metadata.model_copy(update={"digest": digest}))
-    check_bundle(bundle, "bundle")
+    return _changed(bundle, changed)
+
+
+def _changed(bundle: Bundle, changes: Mapping[str, Any]) -> Bundle:
+    """With other tensors, another gate, or other metadata. Raises BundleError: they do not fit the bundle."""
+    of_metadata = {name: value for name, value in changes.items() if name in BundleMetadata.model_fields}
+    others = {name: value for name, value in changes.items() if name not in of_metadata}
+    if "gate" in of_metadata:
+        gate: Gate | None = of_metadata["gate"]
+        of_metadata["gate"] = None if gate is None else gate.record
+        of_metadata["gate_tasks"] = () if gate is None else gate.tasks
+        others["gate"] = gate
+    metadata = bundle.metadata.model_copy(update=of_metadata)
+    bundle = replace(bundle, **others, metadata=metadata, signature=None)
+    check_structure(bundle, "bundle")
+    bundle = replace(bundle, metadata=metadata.model_copy(update={"digest": bundle_digest(bundle)}))
+    check_values(bundle, "bundle")
     return bundle
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype).clone().contiguous()
 
 
 def facts_of(bundle: Bundle | None) -> dict[str, Any]:
@@ -389,6 +483,9 @@ def check_shapes(bundle: Bundle, name: str) -> None:
                 f"{name}: {tensor_name} must be {DTYPES[tensor_name]} {list(shape)}, "
                 f"found {tensor.dtype} {list(tensor.shape)}"
             )
+    gate = bundle.gate
+    if gate is not None and (gate.record, gate.tasks) != (bundle.metadata.gate, bundle.metadata.gate_tasks):
+        raise BundleError(f"{name}: the gate is not the one that the metadata describes")
 
 
 def check_values(bundle: Bundle, name: str) -> None:

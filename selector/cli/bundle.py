@@ -22,6 +22,7 @@ from rich.table import Table
 
 from inducekv_vllm.backbone.footprint import PAPER_BUDGETS, plan, read_config, text_geometry
 from inducekv_vllm.bundle import (
+    ENTRY_AXES,
     Bundle,
     BundleMetadata,
     read_bundle,
@@ -242,8 +243,7 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
         if before != after:
             lines.append(f"entry {identity}: made from another example: {before!r} -> {after!r}")
 
-    of_entries = {"retrieval_keys": 0, "payload_keys": 1, "payload_values": 1, "map_in": 1, "map_out": 1}
-    for name, axis in of_entries.items():
+    for name, axis in ENTRY_AXES.items():
         if name not in old.tensors() or name not in new.tensors():
             continue  # the difference of the metadata says so
         before = old.tensors()[name].index_select(axis, torch.tensor([old_rows[i] for i in kept], dtype=torch.int64))

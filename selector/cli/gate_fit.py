@@ -42,7 +42,6 @@ def gate_fit(options: argparse.Namespace) -> int:
     from ..data.examples import read_task
     from ..gate.fit import check_questions, fit_gate
     from ..gate.refit import refit_gate
-    from ..update.regate import with_gate
 
     base = read_task(options.base)
     check_questions(own, background, base)
@@ -55,7 +54,7 @@ def gate_fit(options: argparse.Namespace) -> int:
         fitted = refit_gate(backbone, gate, own, base, traffic, background=background, misses=misses, seed=seed)
     counts = {"base_questions": len(base), "background_requests": len(background)}
     traffic_count = {} if traffic is None else {"traffic_requests": len(traffic)}
-    after = with_gate(bundle, fitted.gate, {"gate_misses": misses, **counts, **traffic_count})
+    after = bundle.with_gate(fitted.gate, {"gate_misses": misses, **counts, **traffic_count})
     write_bundle(after, options.output)
     print(f"{options.output}: a gate for {', '.join(gate.tasks)}, digest {after.digest}")
     print_prices_of(fitted, misses)

@@ -11,16 +11,11 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from inducekv_vllm.bundle import Bundle, EntryRecord, facts_of
+from inducekv_vllm.bundle import ENTRY_AXES, Bundle, EntryRecord
 
 from ..backbone.extraction import extract_keys
-from ..backbone.injection import Memory
 from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
@@ -108,22 +103,6 @@ def update_refined(
     return UpdateResult(bundle, report, training.keys)
 
 
-def joined(old: Memory, new: Memory) -> Memory:
-    """The entries of both, with the calibration of `new`."""
-
-    def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-        return None if one is None or other is None else torch.cat([one, other], dim=1)
-
-    return replace(
-        new,
-        retrieval_keys=torch.cat([old.retrieval_keys, new.retrieval_keys]),
-        payload_keys=torch.cat([old.payload_keys, new.payload_keys], dim=1),
-        payload_values=torch.cat([old.payload_values, new.payload_values], dim=1),
-        map_in=both(old.map_in, new.map_in),
-        map_out=both(old.map_out, new.map_out),
-    )
-
-
 def _bundle(
     backbone: Backbone,
     previous: Bundle | None,
@@ -135,28 +114,22 @@ def _bundle(
 ) -> Bundle:
     """The previous memory's entries, then those of the new task; `records` are theirs."""
     memory = found.memory
-    activations = {records[0].task: found.activation} if settings.form == "decoupled" else {}
-    if previous is not None and previous.num_entries:
-        memory, records = joined(Memory.from_bundle(previous), memory), previous.metadata.entries + records
-        activations = {**previous.metadata.activations, **activations}
-    return Bundle.create(
-        retrieval_keys=memory.retrieval_keys,
-        payload_keys=memory.payload_keys,
-        payload_values=memory.payload_values,
-        temperature=memory.temperature,
-        value_gates=memory.value_gates,
-        layer_bias=memory.layer_bias,
+    recorded: dict[str, Any] = {
+        "budget": settings.budget,
+        "weighting": settings.weighting,
+        "form": settings.form,
+        "recipe": REFINED,
+        "settings": settings.model_dump() | {"learning_rate": found.learning_rate} | counts,
+    }
+    calibration: dict[str, Any] = {name: getattr(memory, name) for name in ("temperature", "value_gates", "layer_bias")}
+    tensors: dict[str, Any] = {name: getattr(memory, name) for name in ENTRY_AXES}
+    new = Bundle.create(
+        **recorded,
+        **calibration,
+        **tensors,
         backbone=backbone.fingerprint,
-        budget=settings.budget,
         entries=records,
-        weighting=settings.weighting,
-        recipe=REFINED,
-        settings=settings.model_dump() | {"learning_rate": found.learning_rate} | counts,
-        parent_digest=None if previous is None else previous.digest,
-        gate=fitted.gate,
-        form=settings.form,
-        activations=activations,
-        map_in=memory.map_in,
-        map_out=memory.map_out,
-        **facts_of(previous),
+        gate=fitted.gate if previous is None else None,
+        activations={records[0].task: found.activation} if settings.form == "decoupled" else {},
     )
+    return new if previous is None else previous.join(new, **recorded, gate=fitted.gate)

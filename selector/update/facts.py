@@ -19,7 +19,6 @@ from ..backbone.facts import fact_reader
 from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 from .inputs import TaskInputs
-from .regate import with_gate
 from .settings import REFINED
 
 
@@ -56,7 +55,7 @@ def facts_that_suffice(
     if not facts or not len(validation):
         return None, report
     try:
-        bundle = with_gate(_taught(inputs.previous, facts, scorer), gate, settings)
+        bundle = _taught(inputs.previous, facts, scorer).with_gate(gate, settings)
     except InduceKVError as error:
         return None, report | {"refused": str(error)}
     before = None if inputs.previous is None else inputs.previous.digest

@@ -2,20 +2,15 @@
 
 What is left is as before, to the bit: payloads, keys, calibration, the gate's prototypes and its rows of the tasks that
 are left. The gate is fitted again where that is asked for, to anchors of these tasks.
-
-Shapes: B entries, K of them left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
-import torch
-from torch import Tensor
-
-from inducekv_vllm.bundle import Bundle, EntryRecord, Gate
+from inducekv_vllm.bundle import Bundle, Gate, Record
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from ..backbone.model import Backbone
@@ -32,8 +27,8 @@ class Forgotten:
     source_digests: Collection[str] = ()
     tasks: Collection[str] = ()
 
-    def names(self, entry: EntryRecord) -> bool:
-        return entry.id in self.ids or entry.source_digest in self.source_digests or entry.task in self.tasks
+    def names(self, record: Record) -> bool:
+        return record.id in self.ids or record.source_digest in self.source_digests or record.task in self.tasks
 
 
 NOTHING: Final = Forgotten()
@@ -71,54 +66,17 @@ def without_entries(
 
     Facts go that are `forgotten`, and those of tasks whose last entry goes. It is not signed.
     """
-    metadata = bundle.metadata
-    gone = set(rows)
-    kept = torch.tensor([row for row in range(bundle.num_entries) if row not in gone], dtype=torch.int64)  # [K]
-    entries = tuple(metadata.entries[row] for row in kept.tolist())
-    tasks = {entry.task for entry in entries}
+    metadata, gone = bundle.metadata, set(rows)
+    kept = [row for row in range(bundle.num_entries) if row not in gone]
+    tasks = {metadata.entries[row].task for row in kept}
     facts = tuple(
         fact
         for fact in metadata.facts
         if not forgotten.names(fact) and (fact.task in tasks or fact.task not in metadata.tasks)
     )
-
-    def of_kept(tensor: Tensor) -> Tensor:  # [L, B, ...] to [L, K, ...]
-        return tensor.index_select(1, kept)
-
-    return Bundle.create(
-        retrieval_keys=bundle.retrieval_keys.index_select(0, kept),
-        payload_keys=of_kept(bundle.payload_keys),
-        payload_values=of_kept(bundle.payload_values),
-        temperature=bundle.temperature,
-        value_gates=bundle.value_gates,
-        layer_bias=bundle.layer_bias,
-        backbone=metadata.backbone,
-        budget=metadata.budget,
-        entries=entries,
-        weighting=metadata.weighting,
-        recipe=metadata.recipe,
-        settings=metadata.settings,
-        adapter=metadata.adapter,
-        parent_digest=bundle.digest,
-        gate=gate or _remaining_gate(bundle, tasks | {fact.task for fact in facts}),
-        form=metadata.form,
-        activations={task: activation for task, activation in metadata.activations.items() if task in tasks},
-        task_adapters=metadata.task_adapters,
-        map_in=None if bundle.map_in is None else of_kept(bundle.map_in),
-        map_out=None if bundle.map_out is None else of_kept(bundle.map_out),
-        facts=facts,
-        fact_thresholds={fact.task: metadata.fact_thresholds[fact.task] for fact in facts},
-    )
-
-
-def _remaining_gate(bundle: Bundle, tasks: Collection[str]) -> Gate | None:
-    if (gate := bundle.gate) is None:
-        return None
-    there = {*tasks, *(record.task for record in bundle.metadata.task_adapters)}
-    rows = [row for row, task in enumerate(gate.tasks) if task in there]
-    tasks_left = tuple(gate.tasks[row] for row in rows)
-    near = None if gate.near is None else tuple(gate.near[row] for row in rows)
-    return replace(gate, weights=gate.weights[rows], thresholds=gate.thresholds[rows], tasks=tasks_left, near=near)
+    thresholds = {fact.task: metadata.fact_thresholds[fact.task] for fact in facts}
+    other_gate = {} if gate is None else {"gate": gate}
+    return bundle.take(kept, facts=facts, fact_thresholds=thresholds, **other_gate)
 
 
 def refitted_gate(

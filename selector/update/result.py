@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, with_metadata
+from inducekv_vllm.bundle import Bundle, Record, with_metadata
 
-Record = TypeVar("Record", bound=EntryRecord)
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def with_dates(bundle: Bundle, previous: Bundle | None, created_at: datetime, ex
     before = previous.metadata if previous is not None else None
     held = {record.id for record in (*before.entries, *before.facts)} if before is not None else set()
 
-    def of(record: Record) -> Record:
+    def of(record: R) -> R:
         dates = {"created_at": created_at, "expires_at": expires_at}
         return record if record.id in held else record.model_copy(update=dates)
 

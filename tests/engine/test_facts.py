@@ -15,7 +15,6 @@ from inducekv_vllm.backbone.stored_facts import StoredFacts
 from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import UnknownFact
 from selector.update.forget import without_entries
-from selector.update.regate import with_gate
 from tests.engine.facts import OPTIONS, Facts
 from tests.engine.parity import (
     FEWER_PROCESSES,
@@ -134,7 +133,7 @@ def test_a_task_of_facts_alone_behind_a_gate(facts: Facts) -> None:
         bundle = gated_bundle(world, questions, tasks, last_layer, **changes)
         of_b = [row for row, entry in enumerate(bundle.metadata.entries) if entry.task == "b"]
         assert bundle.gate is not None
-        alone = with_gate(facts.teach("a", stored, without_entries(bundle, of_b)), bundle.gate, {})
+        alone = facts.teach("a", stored, without_entries(bundle, of_b)).with_gate(bundle.gate, {})
         assert (alone.metadata.tasks, alone.metadata.gate_tasks) == (("a",), ("a", "b"))
         write_bundle(alone, path)
         facts.served.bundles["alone"], facts.served.memories["alone"] = alone, facts.served.offline.load_bundle(path)

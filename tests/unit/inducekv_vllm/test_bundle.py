@@ -396,7 +396,7 @@ def test_create_refuses_what_the_file_could_not_hold() -> None:
     with pytest.raises(BundleError, match="payload_values contains NaN or infinite"):
         random_bundle(payload_values=torch.full((L, 5, J, 4, D), 1e6))  # beyond float16
     with pytest.raises(BundleError, match="a relevance gate needs all of its tensors and at least one task"):
-        check_bundle(replace(GATED, gate_floors=None), "b")
+        check_bundle(replace(GATED, gate=None), "b")
     with pytest.raises(BundleError, match="settings must be JSON values"):
         random_bundle(settings={"rate": NAN})
     with pytest.raises(BundleError, match=r"payload_values must be .*\[3, 5, 2, 3, 8\], found"):

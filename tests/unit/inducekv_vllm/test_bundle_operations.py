@@ -1,0 +1,59 @@
+"""The next versions of bundles: entries taken and joined, another gate, other metadata."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inducekv_vllm.bundle import ENTRY_AXES, Bundle, FactRecord, check_bundle, read_bundle, write_bundle
+from inducekv_vllm.errors import BundleError
+from tests.bundles import G, J, L, random_bundle, random_gate, random_gated_bundle, random_maps
+
+FORM: dict[str, Any] = {"form": "decoupled", "weighting": "uniform"}
+
+
+def gated() -> Bundle:
+    """Rows 0, 1 and 3 of the task "a", 2 and 4 of "b"."""
+    activations = {"a": "prompt", "b": "generation"}
+    return random_gated_bundle(**FORM, activations=activations, **random_maps((L, 5, J, 4, 8), 3, G))
+
+
+def test_what_is_taken_and_joined_again_is_as_before() -> None:
+    whole = gated()
+    of_a, of_b = whole.take([0, 1, 3]), whole.take([2, 4])
+    assert (of_a.metadata.gate_tasks, of_b.metadata.activations) == (("a",), {"b": "generation"})
+    again = of_a.join(of_b, gate=whole.gate)
+    assert again.metadata.parent_digest == of_a.digest
+    order = torch.tensor([0, 1, 3, 2, 4])
+    for name, tensor in whole.tensors().items():
+        expected = tensor.index_select(ENTRY_AXES[name], order) if name in ENTRY_AXES else tensor
+        assert torch.equal(again.tensors()[name], expected), name
+    with pytest.raises(BundleError, match="the entries of two bundles cannot be joined"):
+        of_a.join(random_bundle(2, 3, **FORM, activations={"t": "text"}), gate=None)
+
+
+def test_a_gate_is_one_field(tmp_path: Path) -> None:
+    bundle, gate = gated(), random_gate(seed=7, thresholds=torch.tensor([0.25, 0.5])).stored()
+    other = bundle.with_gate(gate, {"gate_misses": 0.1})
+    assert other.metadata.settings == {**bundle.metadata.settings, "gate_misses": 0.1}
+    write_bundle(other, tmp_path / "b.safetensors")
+    for found in (other.gate, read_bundle(tmp_path / "b.safetensors").gate):
+        assert found is not None
+        assert (found.record, found.tasks) == (gate.record, gate.tasks)
+        assert all(torch.equal(found.tensors()[name], tensor) for name, tensor in gate.tensors().items())
+    assert bundle.next(gate=None).metadata.gate is None
+    with pytest.raises(BundleError, match="b: the gate is not the one that the metadata describes"):
+        check_bundle(replace(bundle, gate=replace(gate, tasks=("b", "a"))), "b")
+
+
+def test_a_gate_has_tasks_of_facts_alone() -> None:
+    fact = FactRecord(id="f", task="c", source_digest="cd", question="Who keeps the mill?", answer="Ed")
+    gate = random_gate(tasks=("a", "b", "c")).stored()
+    bundle = gated().next(facts=(fact,), fact_thresholds={"c": 0.9}, gate=gate)
+    assert bundle.take([0]).metadata.gate_tasks == ("a", "c")
+    with pytest.raises(BundleError, match="gate task 'c' has no entries, no facts and no adapter"):
+        bundle.next(facts=(), fact_thresholds={})
