@@ -23,7 +23,10 @@ from inducekv_vllm.errors import TaskDataError
 from .backbone.model import Backbone
 from .data.choice import ANCHORS_PER_TASK, choose_anchors, hold_out
 from .data.examples import Example, examples_of, read_task
+from .data.notes import TaskDataWarning
 from .data.records import BY_NAME, Columns
+from .data.repeats import distinct
+from .data.rows import given_rows
 from .gate.background import read_background
 from .refined.settings import RefinedSettings
 from .refined.update import update_refined
@@ -34,7 +37,7 @@ from .update.accuracy import Accuracy, accuracies_of
 from .update.inputs import TaskInputs
 from .update.result import helps
 
-__all__ = ["Accuracy", "Callback", "Columns", "Data", "Taught", "evaluate", "read", "teach"]
+__all__ = ["Accuracy", "Callback", "Columns", "Data", "TaskDataWarning", "Taught", "evaluate", "read", "teach"]
 
 Data = str | Path | Iterable[Mapping[str, Any] | Example]
 
@@ -84,6 +87,9 @@ def teach(
         output: write the bundle there, and its report beside it as NAME.report.json and NAME.report.html.
         settings: of `RefinedSettings`: budget, steps, activation, learning_rate, ...
 
+    Issues a TaskDataWarning for columns that are not used, rows that are not to be learned, and rows that repeat or
+    contradict each other.
+
     Raises:
         TaskDataError: an example is wrong, too long for the model or already learned, or a loss is not finite.
         ConfigError: a setting is unknown or out of range, or contradicts the model or the previous memory.
@@ -93,7 +99,7 @@ def teach(
     given = {"budget": previous.bundle.metadata.budget} if previous else {}
     chosen = RefinedSettings(**{**given, **settings})
     backbone = model if isinstance(model, Backbone) else Backbone.load(model)
-    training, held_out = _split(read(examples, task, columns), validation, task, columns, chosen.seed)
+    training, held_out = _split(distinct(read(examples, task, columns)), validation, task, columns, chosen.seed)
     inputs = TaskInputs(training, held_out, previous.anchors if previous else (), previous.bundle if previous else None)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, _ = Checkpoint.open(Path(folder) / "progress", {})
@@ -139,7 +145,7 @@ def read(data: Data, task: str | None = None, columns: Columns = BY_NAME) -> lis
     columns = replace(columns, task=task or columns.task)
     if isinstance(data, str | Path):
         return read_task(data, columns)
-    rows = [(f"row {number}", row) for number, row in enumerate(data, start=1)]
+    rows = list(given_rows(data))
     return examples_of(rows, Path(), columns, "task", "the rows") if rows else []
 
 

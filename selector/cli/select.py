@@ -31,6 +31,7 @@ from .loading import load_backbone
 from .moments import moment, moment_after
 from .publishing import publish, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
+from .warned import warnings_as_lines
 
 if TYPE_CHECKING:
     from ..backbone.model import Backbone
@@ -48,7 +49,8 @@ SUCCESS, FAILED, WORSE = 0, 2, 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     try:
-        return run(*parse_arguments(arguments))
+        with warnings_as_lines(PROGRAM):
+            return run(*parse_arguments(arguments))
     except InduceKVError as error:
         print(error_line(PROGRAM, error), file=sys.stderr)
     except KeyboardInterrupt:
@@ -151,8 +153,9 @@ def _split(options: SelectOptions, seed: int) -> tuple[list[Example], list[Examp
     """Training and validation examples: from two files, or one file split by the seed."""
     from ..data.choice import hold_out
     from ..data.examples import read_task
+    from ..data.repeats import distinct
 
-    examples = read_task(options.task, options.columns())
+    examples = distinct(read_task(options.task, options.columns()))
     if options.validation:
         validation = read_task(options.validation, options.columns())
         training_digests = {example.source_digest for example in examples}
