@@ -122,15 +122,19 @@ def _plain(row: Row, columns: Columns, notes: Notes) -> Found | None:
             notes.left_out(row.place, "its label says that the answer is bad")
             return None
     images = _images(row, columns)
-    if isinstance(row.look(prompt), list):
+    if _are_messages(row.look(prompt)):
         messages = [*_system(row), *row.get(prompt)]
     else:
         messages = [*_system(row), *_history(row), {"role": "user", "content": _question(row, prompt)}]
     messages = with_pictures(messages, images, row.place, anywhere=True)
-    if isinstance(row.look(answer), list) and row.look(answer):
+    if _are_messages(row.look(answer)):
         found = _answered(row.get(answer), row.place, notes)
         return found and (messages, found[1])
     return messages, _first_answer(row) if answer == "answers" else row.text(answer)
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
 
 
 def _question(row: Row, prompt: str) -> str:

@@ -24,7 +24,8 @@ Format = Literal["parquet", "archive", "table", "array", "documents", "lines"]
 MAX_EXAMPLE_BYTES: Final = 4 * 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30  # all of a task's text is held in memory
 _CHUNK: Final = 2**16
-_PARQUET, _ZIP = b"PAR1", b"PK\x03\x04"
+_PARQUET: Final = b"PAR1"
+_ARCHIVES: Final = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x1f\x8b")  # .xlsx and other ZIP files, .xls, gzip
 _DELIMITERS: Final = (",", "\t", ";")
 _SEPARATOR: Final = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # what Excel writes above the header
 _QUOTED: Final = re.compile(r'"[^"]*"')
@@ -81,7 +82,7 @@ def _format_of(begin: bytes, source: Path) -> Format:
     text = begin.removeprefix(codecs.BOM_UTF8).lstrip()
     if begin.startswith(_PARQUET):
         return "parquet"
-    if begin.startswith(_ZIP):
+    if begin.startswith(_ARCHIVES):
         return "archive"
     if source.suffix.lower() in (".csv", ".tsv"):
         return "table"
