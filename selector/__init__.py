@@ -8,10 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Accuracy, Callback, Columns, Taught, evaluate, teach
+    from .api import Accuracy, Callback, Columns, TaskDataWarning, Taught, evaluate, teach
     from .client import Server, ServerError
 
-__all__ = ["Accuracy", "Callback", "Columns", "Server", "ServerError", "Taught", "evaluate", "teach"]
+__all__ = [
+    "Accuracy",
+    "Callback",
+    "Columns",
+    "Server",
+    "ServerError",
+    "TaskDataWarning",
+    "Taught",
+    "evaluate",
+    "teach",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,9 @@ from inducekv_vllm.bundle import Bundle, read_bundle
 
 from .backbone.model import Backbone
 from .data.examples import Example, examples_of, read_task
+from .data.notes import TaskDataWarning
 from .data.records import BY_NAME, Columns
+from .data.rows import given_rows
 from .gate.background import read_background
 from .recipes import settings_after
 from .run import Anchors, TaskRequest, checked, learn
@@ -27,7 +29,7 @@ from .update.accuracy import Accuracy, accuracies_of
 from .update.result import helps
 from .update.settings import REFINED
 
-__all__ = ["Accuracy", "Callback", "Columns", "Data", "Taught", "evaluate", "read", "teach"]
+__all__ = ["Accuracy", "Callback", "Columns", "Data", "TaskDataWarning", "Taught", "evaluate", "read", "teach"]
 
 Data = str | Path | Iterable[Mapping[str, Any] | Example]
 
@@ -78,6 +80,9 @@ def teach(
             made if it does not exist.
         settings: of `RefinedSettings`: budget, steps, activation, learning_rate, ...; what all entries of a memory have
             in common is by default that of `previous`.
+
+    Issues a TaskDataWarning for columns that are not used, rows that are not to be learned, and rows that repeat or
+    contradict each other.
 
     Raises:
         TaskDataError: an example is wrong, too long for the model or already learned, a validation example is one of
@@ -135,7 +140,7 @@ def read(data: Data, task: str | None = None, columns: Columns = BY_NAME) -> lis
     columns = replace(columns, task=task or columns.task)
     if isinstance(data, str | Path):
         return read_task(data, columns)
-    rows = [(f"row {number}", row) for number, row in enumerate(data, start=1)]
+    rows = list(given_rows(data))
     return examples_of(rows, Path(), columns, "task", "the rows") if rows else []
 
 

@@ -22,6 +22,7 @@ from .backbone.scoring import Scorer
 from .data.anchors import AnchorStore, examples_digest
 from .data.choice import ANCHORS_PER_TASK, AnchorPolicy, choose_anchors
 from .data.examples import Example
+from .data.repeats import distinct
 from .gate.fit import check_questions
 from .paper.update import grid, update_paper
 from .recipes import RecipeSettings
@@ -102,7 +103,7 @@ def checked(request: TaskRequest) -> CheckedTask:
     if request.output is not None:
         require_output(request.output, folder_is_made=True)
     settings = request.settings
-    training, validation = divided(request.examples, request.validation, settings.seed)
+    training, validation = divided(distinct(request.examples), request.validation, settings.seed)
     identity = {
         **(request.identity or {}),
         "recipe": REFINED if isinstance(settings, RefinedSettings) else PAPER,

@@ -117,6 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, TaskDataError) as error:
         print(error, file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        print(
+            f"{task.name} of {suite.name} is scored with the package {package}: pip install '.[suites]'",
+            file=sys.stderr,
+        )
+        return 2
     answered = {prediction.id for prediction in predictions}
     missing = [question.id for question in questions if question.id not in answered]
     show(Console(width=120), rule, scores, missing, len(questions))

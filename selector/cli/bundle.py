@@ -47,6 +47,7 @@ from .replicas import add_command as add_publish
 from .route import add_command as add_route
 from .served import add_commands as add_served
 from .teach import add_command as add_teach
+from .warned import warnings_as_lines
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # For people and pipes alike: never wrapped to the terminal's width.
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        status: int = options.run(options)
+        with warnings_as_lines("inducekv-bundle"):
+            status: int = options.run(options)
     except InduceKVError as error:
         print(error_line("inducekv-bundle", error), file=sys.stderr)
         return FAILED
@@ -135,8 +137,10 @@ def build(options: argparse.Namespace) -> int:
     require_output(options.output)
 
     from ..data.examples import read_task
+    from ..data.repeats import distinct
 
-    examples = read_task(options.task, columns_of(options))  # before the model, which takes longer to load
+    # Before the model, which takes longer to load.
+    examples = distinct(read_task(options.task, columns_of(options)))
 
     from ..update.build import build_bundle
 

@@ -30,6 +30,7 @@ from .loading import load_backbone
 from .moments import moment, moment_after
 from .publishing import publish, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
+from .warned import warnings_as_lines
 
 if TYPE_CHECKING:
     from ..backbone.model import Backbone
@@ -43,7 +44,8 @@ SUCCESS, FAILED, WORSE = 0, 2, 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     try:
-        return run(*parse_arguments(arguments))
+        with warnings_as_lines(PROGRAM):
+            return run(*parse_arguments(arguments))
     except InduceKVError as error:
         print(error_line(PROGRAM, error), file=sys.stderr)
     except KeyboardInterrupt:

@@ -12,6 +12,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from inducekv_vllm.errors import TaskDataError
+
 from .examples import Example
 
 VALIDATION_SHARE = 0.1  # of a task's examples, held out if there are no others
@@ -86,8 +88,19 @@ def k_center(keys: Tensor, count: int, first: int) -> list[int]:
 
 
 def hold_out(examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    """The examples without a tenth of them, and that tenth, which the seed chooses, for validation."""
-    count = max(1, round(VALIDATION_SHARE * len(examples)))
-    chosen = set(np.random.default_rng((seed, 5)).choice(len(examples), count, replace=False).tolist())
-    kept = [example for row, example in enumerate(examples) if row not in chosen]
-    return kept, [examples[row] for row in sorted(chosen)]
+    """The examples without a tenth of their questions, and that tenth, which the seed chooses, for validation.
+
+    Examples that ask the same question are on the same side. Raises TaskDataError: all of them do.
+    """
+    asked: dict[str, int] = {}  # the number of each question
+    questions = [asked.setdefault(example.source_digest, len(asked)) for example in examples]
+    if len(asked) < 2:
+        raise TaskDataError(
+            f"a tenth of the questions is held out for validation, and all {len(examples)} examples ask the same one: "
+            "give other questions, or validation data"
+        )
+    count = max(1, round(VALIDATION_SHARE * len(asked)))
+    chosen = set(np.random.default_rng((seed, 5)).choice(len(asked), count, replace=False).tolist())
+    sides = [question in chosen for question in questions]
+    kept = [example for example, is_held_out in zip(examples, sides, strict=True) if not is_held_out]
+    return kept, [example for example, is_held_out in zip(examples, sides, strict=True) if is_held_out]

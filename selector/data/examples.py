@@ -12,8 +12,9 @@ Images are paths relative to the file and must lie beneath its folder.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Final
@@ -25,13 +26,15 @@ from inducekv_vllm.bundle.metadata import MAX_ID
 from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import TaskDataError
 
+from .notes import Notes
 from .records import BY_NAME, Columns, record_of
 from .rows import rows_of
+from .turns import ROLES, require_no_calls, role_of
 
 MAX_IMAGE_BYTES: Final = 64 * 2**20
 MAX_IMAGE_PIXELS: Final = 50_000_000  # decoding takes 9 bytes for each
 MAX_PROBLEMS: Final = 10  # that an error lists
-_ROLES = ("system", "user", "assistant")
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Example:
     images: tuple[Path, ...]  # in the order of the image parts
     answer: str
     source_digest: str  # sha256 over the messages and the bytes of the images
+    place: str = field(default="", compare=False)  # where it was read, for messages: a file and a line
 
     def load_images(self) -> list[Image.Image]:
         """The images in RGB, decoded as the server decodes them."""
@@ -58,6 +62,8 @@ def entry_records(examples: Sequence[Example]) -> tuple[EntryRecord, ...]:
 
 def read_task(path: str | Path, columns: Columns = BY_NAME) -> list[Example]:
     """Read a whole task file, and open every image once to check it.
+
+    Issues a TaskDataWarning for columns that are not used, and for rows that are not to be learned.
 
     Args:
         path: a file, or a folder that `datasets` has saved.
@@ -77,7 +83,7 @@ def examples_of(
     task: str,
     source: str,
 ) -> list[Example]:
-    """The examples of rows, each with its place for messages.
+    """The examples of rows, each with its place for messages. Issues a TaskDataWarning as `read_task` does.
 
     Args:
         folder: pictures lie beneath it.
@@ -89,13 +95,16 @@ def examples_of(
     """
     examples: dict[str, Example] = {}
     problems: list[TaskDataError] = []
-    wrong = 0
+    wrong, notes = 0, Notes(source)
     for number, (place, row) in enumerate(rows, start=1):
         try:
             if isinstance(row, TaskDataError):
                 raise row
             if not isinstance(row, Example):
-                row = example_of(record_of(row, columns, number, task, place), folder, place)
+                record = record_of(row, columns, number, task, place, notes)
+                if record is None:
+                    continue
+                row = example_of(record, folder, place)
             if row.id in examples:
                 raise TaskDataError(f"{place}: the id {row.id!r} occurs more than once")
             examples[row.id] = row
@@ -109,7 +118,8 @@ def examples_of(
         error.problems = tuple(problems)
         raise error
     if not examples:
-        raise TaskDataError(f"{source}: the file holds no examples")
+        raise TaskDataError("; ".join((f"{source}: the file holds no examples", *notes.lines())))
+    notes.warn()
     return list(examples.values())
 
 
@@ -146,11 +156,15 @@ def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
         raise TaskDataError(f"{place}: 'id' must have at most {MAX_ID} characters, found {len(str(identity))}")
     if not isinstance(record.get("answer"), str):
         raise TaskDataError(f"{place}: 'answer' must be a string, found {shown(record.get('answer'))}")
+    if not record["answer"].strip():
+        raise TaskDataError(f"{place}: {str(identity)!r} of task {record['task']!r} has an empty answer")
     if not isinstance(record.get("messages"), list) or not record["messages"]:
         raise TaskDataError(f"{place}: 'messages' must be a non-empty list of chat messages")
 
     images: list[Path] = []
-    messages = tuple(_message(message, folder, images, place) for message in record["messages"])
+    messages = tuple(
+        _message(message, number, folder, images, place) for number, message in enumerate(record["messages"], start=1)
+    )
     if messages[-1]["role"] != "user":
         raise TaskDataError(f"{place}: the last message must be the user's, found role {messages[-1]['role']!r}")
     return Example(
@@ -160,16 +174,20 @@ def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
         images=tuple(images),
         answer=record["answer"],
         source_digest=source_digest_of(messages, [_image_bytes(path, place) for path in images]),
+        place=place,
     )
 
 
-def _message(message: Any, folder: Path, images: list[Path], place: str) -> dict[str, Any]:
+def _message(message: Any, number: int, folder: Path, images: list[Path], place: str) -> dict[str, Any]:
     """Bring one message into chat-template form; the paths of its images are appended to `images`."""
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        raise TaskDataError(f"{place}: each message needs a 'role' of {', '.join(_ROLES)}, found {shown(message)}")
+    if not isinstance(message, dict) or "role" not in message:
+        raise TaskDataError(f"{place}: each message needs a 'role' of {', '.join(ROLES)}, found {shown(message)}")
+    role = role_of(message["role"], ROLES, number, place)
     parts = message.get("content")
     if isinstance(parts, str):
         parts = [{"type": "text", "text": parts}]
+    if parts is None:
+        require_no_calls(message, number, place)
     if not isinstance(parts, list):
         raise TaskDataError(f"{place}: a message's 'content' must be a string or a list of parts")
     content: list[dict[str, Any]] = []
@@ -182,7 +200,7 @@ def _message(message: Any, folder: Path, images: list[Path], place: str) -> dict
             content.append({"type": "image"})
         else:
             raise TaskDataError(f"{place}: a content part must be a text, image or image_url, found {shown(part)}")
-    return {"role": message["role"], "content": content}
+    return {"role": role, "content": content}
 
 
 def _image_path(part: dict[str, Any], folder: Path, place: str) -> Path:
@@ -192,6 +210,11 @@ def _image_path(part: dict[str, Any], folder: Path, place: str) -> Path:
         reference = url.get("url") if isinstance(url, dict) else url
     if not isinstance(reference, str) or not reference:
         raise TaskDataError(f"{place}: an image must be a relative path, found {shown(reference)}")
+    if _URL.match(reference):
+        raise TaskDataError(
+            f"{place}: the picture {shown(reference)} is a URL, and nothing is downloaded: save it beside this file, "
+            "and write its path here"
+        )
     path = folder / reference
     try:
         is_inside = path.resolve().is_relative_to(folder.resolve())

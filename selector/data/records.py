@@ -1,63 +1,66 @@
 """One row of task data, in any of the layouts that people have, as a record: id, task, messages, answer.
 
 ours             messages, answer
-OpenAI           messages, the last of which is the assistant's
-ShareGPT, LLaVA  conversations of turns with from and value; LLaVA has image, and <image> in the text
-Alpaca           instruction, input, output, perhaps system
+OpenAI           messages, of which the assistant's last with a weight that is not 0 is the answer
+ShareGPT, LLaVA  conversations of turns with from and value
+Alpaca           instruction, input, output, perhaps system and history
+SQuAD, Dolly     context with a question, or with an instruction
+KTO              prompt, completion and label: whether the completion is good
 plain            a column for the prompt, one for the answer, perhaps one for a picture
+
+Any of them may have pictures, which stand where the text has <image>. Prompts and completions may be messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from reprlib import repr as shown
 from typing import Any, Final
 
 from inducekv_vllm.errors import TaskDataError
 
-_ROLES: Final = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-}
-_MARK: Final = "<image>"  # of LLaVA
-PROMPTS: Final = ("prompt", "question", "query", "instruction")
-ANSWERS: Final = ("answer", "completion", "response", "output", "label", "target")
-IMAGES: Final = ("image", "images", "image_path")
+from .columns import ANSWERS, BY_NAME, IMAGES, PROMPTS, Columns, Row, is_empty
+from .notes import Notes
+from .turns import Message, last_learned, messages_of, require_no_calls, with_pictures
+
+__all__ = ["BY_NAME", "Columns", "record_of"]
+
+Found = tuple[Any, Any]  # messages, answer
+_OF_MESSAGES: Final = ("role", "content", "weight")
+_CONTEXT_FIRST: Final = {"question": True, "instruction": False}  # SQuAD, Dolly
+_JUDGED: Final = {True: True, False: False, "true": True, "false": False}
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Which columns hold what, where it is not to be found by their names."""
-
-    prompt: str | None = None
-    answer: str | None = None
-    image: str | None = None
-    task: str | None = None  # the task's name, of rows that have none
-
-
-BY_NAME: Final = Columns()
-
-
-def record_of(row: Mapping[str, Any], columns: Columns, number: int, task: str, place: str) -> dict[str, Any]:
-    """The record of the row of this number. Raises TaskDataError, beginning with `place`.
+def record_of(
+    values: Mapping[str, Any], columns: Columns, number: int, task: str, place: str, notes: Notes
+) -> dict[str, Any] | None:
+    """The record of the row of this number; None if it is not to be learned, which `notes` is told.
 
     Args:
         number: with its task, the id of a row without one.
         task: the name of the task of a row without one, if `columns` has none.
+        notes: is told of columns that are not used, too.
+
+    Raises:
+        TaskDataError: beginning with `place`.
     """
+    row = Row(values, columns.named(), place)
     named = columns.prompt is not None or columns.answer is not None
-    if not named and isinstance(row.get("conversations"), list | tuple):
-        messages, answer = _conversation(row, place)
+    if not named and isinstance(row.look("conversations"), list | tuple):
+        found: Found | None = _conversation(row, columns)
     elif not named and "messages" in row:
-        messages, answer = _chat(row, place)
+        found = _chat(row, columns, notes)
     else:
-        messages, answer = _plain(row, columns, place)
-    identity, task = row.get("id"), columns.task or row.get("task") or task
+        found = _plain(row, columns, notes)
+    identity, own_task = row.get("id"), row.get("task")
+    if found is None:
+        return None
+    for name in row.unused():
+        notes.unused(name)
+    messages, answer = found
+    task = columns.task or own_task or task
+    if isinstance(identity, float) and identity.is_integer():
+        identity = int(identity)  # of a column with gaps
     return {
         # Of all tasks of a bundle: a number alone would be another task's, too.
         "id": f"{task}/{number}" if identity is None or identity == "" else identity,
@@ -67,97 +70,156 @@ def record_of(row: Mapping[str, Any], columns: Columns, number: int, task: str, 
     }
 
 
-def _chat(row: Mapping[str, Any], place: str) -> tuple[Any, Any]:
+def _chat(row: Row, columns: Columns, notes: Notes) -> Found | None:
     """Chat messages: with an answer beside them, or with the assistant's last one for an answer."""
-    messages = row["messages"]
-    if "answer" in row or not isinstance(messages, list) or not messages:
+    messages, images = row.get("messages"), _images(row, columns)
+    if not isinstance(messages, list) or not messages:
         return messages, row.get("answer")
-    last = messages[-1]
-    if not isinstance(last, dict) or last.get("role") != "assistant":
+    for name in dict.fromkeys(key for each in messages if isinstance(each, dict) for key in each if each[key]):
+        if name not in _OF_MESSAGES:
+            notes.unused(f"messages.{name}")
+    if "answer" in row:
+        return with_pictures(messages, images, row.place), row.get("answer")
+    found = _answered(messages, row.place, notes)
+    return found and (with_pictures(found[0], images, row.place), found[1])
+
+
+def _answered(messages: list[Any], place: str, notes: Notes) -> Found | None:
+    """Messages that end with the assistant's answer, and it apart; None if no answer is to be learned."""
+    if not isinstance(last := messages[-1], dict) or last.get("role") != "assistant":
         raise TaskDataError(f"{place}: neither 'answer' nor a last message of the assistant's: nothing is the answer")
-    answer = last.get("content")
+    at = last_learned(messages, place)
+    if at is None:
+        notes.left_out(place, "its answer has the weight 0")
+        return None
+    answer = messages[at].get("content")
     if isinstance(answer, list):
         answer = "".join(part.get("text", "") for part in answer if isinstance(part, dict))
-    return messages[:-1], answer
+    if answer is None:
+        require_no_calls(messages[at], at + 1, place)
+    return messages[:at], answer
 
 
-def _conversation(row: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], str]:
+def _conversation(row: Row, columns: Columns) -> Found:
     """Turns of LLaVA or ShareGPT; the answer is the last."""
-    images, turns = _images(row, "image", place), row["conversations"]
+    images, turns = _images(row, columns), row.get("conversations")
     if len(turns) < 2:
-        raise TaskDataError(f"{place}: 'conversations' must be a list of at least two turns")
-    messages = _system(row)
-    for turn in turns:
-        speaker = turn.get("from") if isinstance(turn, dict) else None
-        role = _ROLES.get(speaker) if isinstance(speaker, str) else None
-        if role is None or not isinstance(turn.get("value"), str):
-            raise TaskDataError(f"{place}: each turn needs 'from' (human, gpt or system) and a text 'value'")
-        content: list[dict[str, Any]] = []
-        for number, piece in enumerate(turn["value"].split(_MARK)):
-            if number:
-                if not images:
-                    raise TaskDataError(f"{place}: more {_MARK} marks than images")
-                content.append({"type": "image", "image": images.pop(0)})
-            if piece.strip():
-                content.append({"type": "text", "text": piece.strip("\n")})
-        messages.append({"role": role, "content": content})
-    if images:
-        raise TaskDataError(f"{place}: {len(images)} images have no {_MARK} mark in the conversation")
+        raise TaskDataError(f"{row.place}: 'conversations' must be a list of at least two turns")
+    messages = [*_system(row), *messages_of(turns, row.place)]
     if messages[-1]["role"] != "assistant":
-        raise TaskDataError(f"{place}: the last turn must be from 'gpt': it is the answer")
-    return messages, "".join(part.get("text", "") for part in messages.pop()["content"])
+        raise TaskDataError(f"{row.place}: the last turn must be from 'gpt': it is the answer")
+    answer = messages.pop()["content"].strip("\n")
+    return [_without_line_ends(message) for message in with_pictures(messages, images, row.place)], answer
 
 
-def _plain(row: Mapping[str, Any], columns: Columns, place: str) -> tuple[list[dict[str, Any]], str]:
-    """A prompt and an answer, each in a column. Alpaca's input goes behind its instruction."""
-    prompt = columns.prompt or _only(row, PROMPTS, "prompt", place)
-    answer = columns.answer or _only(row, ANSWERS, "answer", place)
-    image = columns.image or next((name for name in IMAGES if row.get(name)), None)
-    text = _text(row, prompt, place)
-    if prompt == "instruction" and row.get("input"):
-        text = f"{text}\n\n{_text(row, 'input', place)}"
-    pictures = [] if image is None else _images(row, image, place)
-    content = [*({"type": "image", "image": path} for path in pictures), {"type": "text", "text": text}]
-    system = (
-        [{"role": "system", "content": row["system"]}] if isinstance(row.get("system"), str) and row["system"] else []
-    )
-    return [*system, {"role": "user", "content": content}], _text(row, answer, place)
+def _plain(row: Row, columns: Columns, notes: Notes) -> Found | None:
+    """A prompt and an answer, each in a column."""
+    prompt = columns.prompt or row.only(PROMPTS, "prompt")
+    answer = columns.answer or _answer_column(row)
+    if answer != "label" and (is_good := _judgement(row)) is not None:
+        row.get("label")
+        if not is_good:
+            notes.left_out(row.place, "its label says that the answer is bad")
+            return None
+    images = _images(row, columns)
+    if _are_messages(row.look(prompt)):
+        messages = [*_system(row), *row.get(prompt)]
+    else:
+        messages = [*_system(row), *_history(row), {"role": "user", "content": _question(row, prompt)}]
+    messages = with_pictures(messages, images, row.place, anywhere=True)
+    if _are_messages(row.look(answer)):
+        found = _answered(row.get(answer), row.place, notes)
+        return found and (messages, found[1])
+    return messages, _first_answer(row) if answer == "answers" else row.text(answer)
 
 
-def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The row's own system prompt as messages; none without one."""
-    system = row.get("system")
-    return [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
 
 
-def _only(row: Mapping[str, Any], names: Sequence[str], what: str, place: str) -> str:
-    """The one column of these that the row has. Raises TaskDataError: it has none, or several."""
-    found = [name for name in names if name in row]
-    if len(found) == 1:
-        return found[0]
-    problem = f"the columns {', '.join(found)} could all be the {what}" if found else f"no column is the {what}"
-    raise TaskDataError(f"{place}: {problem}: name it with --{what}-column; there are {', '.join(map(str, row))}")
+def _question(row: Row, prompt: str) -> str:
+    """The prompt's text, with Alpaca's input behind its instruction, and a context where its format has it."""
+    text = row.text(prompt)
+    if prompt == "instruction" and not is_empty(row.look("input")):
+        text = f"{text}\n\n{row.text('input')}"
+    context = row.look("context")
+    if prompt in _CONTEXT_FIRST and isinstance(context, str) and context.strip():
+        context = row.text("context")
+        text = f"{context}\n\n{text}" if _CONTEXT_FIRST[prompt] else f"{text}\n\n{context}"
+    return text
 
 
-def _text(row: Mapping[str, Any], column: str, place: str) -> str:
-    if column not in row:
-        raise TaskDataError(f"{place}: there is no column {column!r}, there are {', '.join(map(str, row))}")
-    value = row[column]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise TaskDataError(f"{place}: {column!r} must be a text, found {shown(value)}")
-    return value
-
-
-def _images(row: Mapping[str, Any], column: str, place: str) -> list[Any]:
-    """Paths. Raises TaskDataError: there is no such column, or pictures lie in the file itself."""
-    if column not in row and column not in IMAGES:
-        raise TaskDataError(f"{place}: there is no column {column!r}, there are {', '.join(map(str, row))}")
-    value = row.get(column)
-    found = list(value) if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
-    if any(isinstance(each, dict | bytes) for each in found):
+def _answer_column(row: Row) -> str:
+    """The column of the answer, by its name."""
+    names = [name for name in ANSWERS if name in row]
+    if len(names) > 1 and _judgement(row) is not None:
+        names.remove("label")
+    if not names and "answers" in row:
+        return "answers"
+    if not names and "chosen" in row and "rejected" in row:
         raise TaskDataError(
-            f"{place}: {column!r} holds pictures, not paths: write them to files beside this one, and their paths here"
+            f"{row.place}: preferences ('chosen', 'rejected') cannot be learned as such: --answer-column chosen learns "
+            "the chosen answers, and nothing of the others"
         )
-    return found
+    return row.only(names or ANSWERS, "answer")
+
+
+def _first_answer(row: Row) -> str:
+    """SQuAD's answers: the first of their texts."""
+    answers = row.get("answers")
+    texts = answers.get("text") if isinstance(answers, dict) else answers
+    if not isinstance(texts, list) or not texts or not isinstance(texts[0], str) or not texts[0].strip():
+        raise TaskDataError(f"{row.place}: 'answers' must have a first text, found {shown(answers)}")
+    return texts[0]
+
+
+def _judgement(row: Row) -> bool | None:
+    """What KTO's label says of the answer beside it; None: there is none."""
+    value = _lower(row.look("label"))
+    return _JUDGED[value] if isinstance(value, bool) or value in ("true", "false") else None
+
+
+def _lower(value: Any) -> Any:
+    return value.strip().casefold() if isinstance(value, str) else value
+
+
+def _history(row: Row) -> list[Message]:
+    """Alpaca's earlier turns: pairs of what the user asked and what the assistant answered."""
+    if is_empty(row.look("history")):
+        return []
+    pairs = row.get("history")
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(each, str) for each in pair)
+        for pair in pairs
+    ):
+        raise TaskDataError(f"{row.place}: 'history' must be a list of pairs of texts, found {shown(pairs)}")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _system(row: Row) -> list[Message]:
+    """The row's own system prompt as messages; none without one."""
+    if not isinstance(row.look("system"), str) or not row.look("system"):
+        return []
+    return [{"role": "system", "content": row.get("system")}]
+
+
+def _images(row: Row, columns: Columns) -> list[Any]:
+    """The pictures of a row: of the column that is named, or the first known one that has some."""
+    column = columns.image or next((name for name in IMAGES if not is_empty(row.look(name))), None)
+    return [] if column is None else row.images(column)
+
+
+def _without_line_ends(message: Message) -> Message:
+    """A turn of LLaVA's as its parts, which have line ends around their pictures."""
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    kept = [
+        part if part["type"] != "text" else {"type": "text", "text": part["text"].strip("\n")}
+        for part in parts
+        if part["type"] != "text" or part["text"].strip()
+    ]
+    return {"role": message["role"], "content": kept}

@@ -1,4 +1,4 @@
-"""The rows of a file of task data, whatever its format: JSON lines, a JSON array, CSV, TSV, Parquet, a datasets folder.
+"""The rows of task data, whatever their format: JSON lines, JSON documents, CSV, TSV, Parquet, a datasets folder.
 
 The format is found by the content; of text that is neither JSON nor Parquet by the header's delimiter.
 """
@@ -11,19 +11,24 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TextIO
+from typing import Any, BinaryIO, Final, Literal, TextIO
 
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.files.regular import open_regular
 
 Row = tuple[str, dict[str, Any] | TaskDataError]  # where it is, for messages, and its values, or what is wrong with it
+Format = Literal["parquet", "archive", "table", "array", "documents", "lines"]
 MAX_EXAMPLE_BYTES: Final = 4 * 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30  # all of a task's text is held in memory
 _CHUNK: Final = 2**16
-_PARQUET, _ZIP = b"PAR1", b"PK\x03\x04"
+_PARQUET: Final = b"PAR1"
+_ARCHIVES: Final = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x1f\x8b")  # .xlsx and other ZIP files, .xls, gzip
 _DELIMITERS: Final = (",", "\t", ";")
+_SEPARATOR: Final = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # what Excel writes above the header
+_QUOTED: Final = re.compile(r'"[^"]*"')
 
 
 def rows_of(source: Path) -> Iterator[Row]:
@@ -57,21 +62,66 @@ def rows_of(source: Path) -> Iterator[Row]:
 def _rows(file: BinaryIO, source: Path) -> Iterator[Row]:
     begin = file.read(_CHUNK)
     file.seek(0)
+    match _format_of(begin, source):
+        case "parquet":
+            yield from _parquet_rows(source)
+        case "archive":
+            raise TaskDataError(f"{source}: an Excel file or another archive: save the table as CSV")
+        case "table":
+            yield from _table_rows(file, source)
+        case "array":
+            yield from _item_rows(array_items(io.TextIOWrapper(file, encoding="utf-8-sig"), source), source)
+        case "documents":
+            yield from _item_rows(_documents(io.TextIOWrapper(file, encoding="utf-8-sig"), source), source)
+        case "lines":
+            yield from _jsonl_rows(file, source)
+
+
+def _format_of(begin: bytes, source: Path) -> Format:
+    """The format of a file that begins with these bytes."""
     text = begin.removeprefix(codecs.BOM_UTF8).lstrip()
     if begin.startswith(_PARQUET):
-        yield from _parquet_rows(source)
-    elif begin.startswith(_ZIP):
-        raise TaskDataError(f"{source}: an Excel file or another archive: save the table as CSV")
-    elif source.suffix in (".csv", ".tsv"):
-        yield from _table_rows(file, source)
-    elif text.startswith(b"[") or (source.suffix == ".json" and not text.startswith(b"{")):
-        for number, item in enumerate(array_items(io.TextIOWrapper(file, encoding="utf-8-sig"), source), start=1):
-            place = f"{source}, item {number}"
-            yield place, _checked(item, place)
-    elif source.suffix == ".jsonl" or text.startswith((b"{", b'"')) or not text:
-        yield from _jsonl_rows(file, source)
-    else:
-        yield from _table_rows(file, source)
+        return "parquet"
+    if begin.startswith(_ARCHIVES):
+        return "archive"
+    if source.suffix.lower() in (".csv", ".tsv"):
+        return "table"
+    if text.startswith(b"{") and _goes_on(text):
+        return "documents"
+    if text.startswith(b"[") or (source.suffix == ".json" and not text.startswith(b"{")):
+        return "array"
+    if source.suffix == ".jsonl" or text.startswith((b"{", b'"')) or not text:
+        return "lines"
+    return "table"
+
+
+def _goes_on(text: bytes) -> bool:
+    """Whether the JSON value that a text begins with goes on behind the first line's end."""
+    line, end, _ = text.partition(b"\n")
+    line = line.rstrip()
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        return bool(end) and error.pos >= len(line.decode())
+    except (ValueError, RecursionError):
+        return False
+    return False
+
+
+def given_rows(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Rows in memory: mappings, or what is an example already; of a `datasets.Dataset` with its labels' names."""
+    features = getattr(data, "features", None)
+    names = {
+        column: list(feature.names)
+        for column, feature in (features.items() if isinstance(features, Mapping) else ())
+        if hasattr(feature, "names")
+    }
+    for number, row in enumerate(data, start=1):
+        place = f"row {number}"
+        if isinstance(row, str | bytes):
+            yield place, TaskDataError(f"{place}: expected a dictionary of columns, found {row!r:.60}")
+        else:
+            yield place, _with_names(row, names, place) if names else row
 
 
 # ---- JSON --------------------------------------------------------------------------------------------------------
@@ -100,6 +150,23 @@ def _jsonl_rows(file: BinaryIO, source: Path) -> Iterator[Row]:
             yield place, TaskDataError(f"{place}: malformed JSON: {error}")
         else:
             yield place, _checked(value, place)
+
+
+def _item_rows(items: Iterable[Any], source: Path) -> Iterator[Row]:
+    for number, item in enumerate(items, start=1):
+        place = f"{source}, item {number}"
+        yield place, _checked(item, place)
+
+
+def _documents(file: TextIO, source: Path) -> Iterator[Any]:
+    """JSON values one after the other, each over as many lines as it takes: one object, or what `jq` prints."""
+    decoder = json.JSONDecoder()
+    rest = _read_on("", file)
+    for number in itertools.count(1):
+        item, rest = _first_item(rest, file, decoder, f"{source}, item {number}")
+        yield item
+        if not (rest := _read_on(rest, file)):
+            return
 
 
 def array_items(file: TextIO, source: Path) -> Iterator[Any]:
@@ -170,32 +237,36 @@ def _checked(value: Any, place: str) -> dict[str, Any] | TaskDataError:
 def _table_rows(file: BinaryIO, source: Path) -> Iterator[Row]:
     """CSV with a header, cells in double quotes where they hold the delimiter or line ends."""
     lines = _decoded_lines(file, source)
-    header = next(lines, "")
-    counts = {delimiter: header.count(delimiter) for delimiter in _DELIMITERS}
-    delimiter = "\t" if source.suffix == ".tsv" else max(counts, key=lambda each: counts[each])
-    if header and not counts[delimiter]:
+    header, above = next(lines, ""), 0
+    delimiter = "\t" if source.suffix.lower() == ".tsv" else None
+    if said := _SEPARATOR.fullmatch(header.strip("\r\n")):
+        delimiter, header, above = said[1], next(lines, ""), 1
+    if delimiter is None:
+        unquoted = _QUOTED.sub("", header)
+        delimiter = max(_DELIMITERS, key=unquoted.count)
+    if header and delimiter not in header:
         raise TaskDataError(
-            f"{source}, line 1: expected JSON, Parquet, or a table with a header of at least two columns, "
+            f"{source}, line {above + 1}: expected JSON, Parquet, or a table with a header of at least two columns, "
             f"found {header.strip()!r:.60}"
         )
     reader = csv.reader(itertools.chain([header] if header else [], lines), delimiter=delimiter, strict=True)
     before = csv.field_size_limit(MAX_EXAMPLE_BYTES)
     try:
-        columns = [name.strip() for name in next(reader, [])]
+        columns = [name.strip() or f"column {number}" for number, name in enumerate(next(reader, []), start=1)]
         if repeated := sorted({name for name in columns if columns.count(name) > 1}):
-            raise TaskDataError(f"{source}, line 1: the column {repeated[0]!r} occurs more than once")
+            raise TaskDataError(f"{source}, line {above + 1}: the column {repeated[0]!r} occurs more than once")
         begin = reader.line_num + 1
         for cells in reader:
-            place = f"{source}, line {begin}"
+            place = f"{source}, line {above + begin}"
             begin = reader.line_num + 1
-            if not cells:
-                continue
+            if not any(cell.strip() for cell in cells):
+                continue  # spreadsheets save empty rows, too
             if len(cells) != len(columns):
                 yield place, TaskDataError(f"{place}: expected {len(columns)} cells, found {len(cells)}")
             else:
                 yield place, dict(zip(columns, cells, strict=True))
     except csv.Error as error:
-        raise TaskDataError(f"{source}, line {reader.line_num}: not a table: {error}") from error
+        raise TaskDataError(f"{source}, line {above + reader.line_num}: not a table: {error}") from error
     finally:
         csv.field_size_limit(before)
 
@@ -250,8 +321,41 @@ def _batch_rows(path: Path, batches: Any) -> Iterator[Row]:
     number = 0
     try:
         for batch in batches(pyarrow):
+            names = _class_names(batch.schema, path)
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}, row {number}", row
+                place = f"{path}, row {number}"
+                yield place, _with_names(row, names, place) if names else row
     except pyarrow.ArrowException as error:
         raise TaskDataError(f"{path}, row {number + 1}: cannot be read: {error!s:.200}") from error
+
+
+def _class_names(schema: Any, path: Path) -> dict[str, list[str]]:
+    """The names of the classes of each column of `ClassLabel`, as `datasets` has written them down for the file."""
+    try:
+        if (text := (schema.metadata or {}).get(b"huggingface")) is not None:
+            features = json.loads(text)["info"]["features"]
+        elif (beside := path.with_name("dataset_info.json")).is_file():
+            features = json.loads(beside.read_bytes()).get("features") or {}
+        else:
+            return {}
+        return {
+            column: [str(name) for name in feature["names"]]
+            for column, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and feature.get("names")
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TaskDataError(f"{path}: what `datasets` has written about its columns cannot be read: {error}") from error
+
+
+def _with_names(row: Mapping[str, Any], names: Mapping[str, list[str]], place: str) -> dict[str, Any] | TaskDataError:
+    """The row with its classes by name; -1 is what `datasets` has for none."""
+    named = dict(row)
+    for column, of_class in names.items():
+        number = row.get(column)
+        if not isinstance(number, int) or isinstance(number, bool):
+            continue
+        if not -1 <= number < len(of_class):
+            return TaskDataError(f"{place}: {column!r} is the class {number}, its names are {len(of_class)}")
+        named[column] = None if number == -1 else of_class[number]
+    return named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,6 +133,29 @@ def test_another_publishers_script(data: Path, tmp_path: Path, capsys: pytest.Ca
     assert run(capsys, [*arguments, "--publisher", "hide"])["published"]["accuracy"] == 100
     assert main([*arguments, "--publisher", "nobody"]) == 2
     assert "expected the scorer of coin or hide, found 'nobody'" in capsys.readouterr().err
+
+
+WITHOUT_SUITES = """
+import sys
+sys.modules |= dict.fromkeys(("nltk", "pycocoevalcap", "rapidfuzz", "sacrebleu"))  # importing them raises
+from benchmarks.score import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("suite", "task", "lacks"), [("coin", "VQAv2", None), ("domain", "chart2table", "rapidfuzz")])
+def test_without_the_extra_of_the_suites(suite: str, task: str, lacks: str | None, data: Path, tmp_path: Path) -> None:
+    """What needs none of its packages is scored; for the rest one line says what to install."""
+    known = SUITES[suite].task(task)
+    asked = known.questions(SUITES[suite].files(known, data / suite))
+    path = tiny.write_predictions(tmp_path / "p", [(question.id, f"{question.answers[0]} x") for question in asked])
+    command = [sys.executable, "-c", WITHOUT_SUITES, *options(data, suite, task, path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if lacks is None:
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        said = f"{known.name} of {suite} is scored with the package {lacks}: pip install '.[suites]'\n"
+        assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_every_layout_of_ucit(data: Path, tmp_path: Path) -> None:

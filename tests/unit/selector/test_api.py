@@ -39,6 +39,20 @@ def test_it_learns_what_the_command_learns(
     assert [example.task for example in second.anchors] == ["colours"] * 11 + ["counts"] * 11
 
 
+def test_it_warns_of_what_the_command_warns_of(llava: Backbone, tmp_path: Path) -> None:
+    """Of rows, too; before anything is computed."""
+    pairs = [("a", "red"), ("b", "red"), ("a", "red"), ("a", "blue")]
+    rows = [{"question": question, "answer": answer, "team": "x"} for question, answer in pairs]
+    with pytest.warns(selector.TaskDataWarning) as warned, pytest.raises(TaskDataError, match="cannot read"):
+        selector.teach(llava, rows, base=tmp_path / "none.jsonl")
+    assert [str(each.message) for each in warned] == [
+        "the rows: a column is not used: 'team' (4 rows)",
+        "1 row repeats an earlier one, and equal rows are learned once: the first is row 3, like row 1",
+        "1 question has several answers, which contradict each other and are all learned: the first is row 1 ('red') "
+        "and row 4 ('blue')",
+    ]
+
+
 class Told(selector.Callback):
     """What a callback is told."""
 

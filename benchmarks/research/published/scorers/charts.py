@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from rapidfuzz.distance import Levenshtein
-from scipy.optimize import linear_sum_assignment
-
 from .scored import Prediction, Question, Rule, Score, by_id, over_predictions, over_questions, percent
 
 TOLERANCE = 0.05  # of a number, relative
@@ -59,6 +56,8 @@ CHART_QA = Rule(
 
 def anls(a: str, b: str, theta: float = THETA_TEXT) -> float:
     """1 - normalised edit distance, 0 if that is above theta; two empty texts are equal."""
+    from rapidfuzz.distance import Levenshtein
+
     distance = Levenshtein.normalized_distance(a, b)
     return 1 - distance if distance <= theta else 0.0
 
@@ -97,6 +96,8 @@ def _matched(target: Points, found: Points) -> tuple[float, float, float]:
         return 1.0, 1.0, 1.0
     if not target or not found:
         return 0.0, 0.0, 0.0
+    from scipy.optimize import linear_sum_assignment
+
     similar = [[anls(wanted, key) for wanted, _ in target] for key, _ in found]  # [found, target]
     pairs = zip(*linear_sum_assignment([[1 - value for value in row] for row in similar]), strict=True)
     total = sum(similar[row][column] * value_similarity(target[column][1], found[row][1]) for row, column in pairs)

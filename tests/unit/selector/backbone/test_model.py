@@ -35,6 +35,13 @@ def test_the_prefix_holds_the_question_and_never_the_answer(backbone: Backbone, 
     assert inputs["attention_mask"].all()
 
 
+def test_a_mark_of_a_picture_in_a_text_is_refused(llava: Backbone) -> None:
+    content = [{"type": "text", "text": "What does <image> stand for?"}]
+    example = Example("a", "a", ({"role": "user", "content": content},), (), "yes", "a")
+    with pytest.raises(TaskDataError, match="the text holds '<image>', which stands for a picture"):
+        llava.encode_example(example)
+
+
 def assert_is_mean(key: Tensor, hidden: Tensor) -> None:
     """The key [d] is the normalised mean of hidden states [T, d]."""
     mean = hidden.double().mean(dim=0)

@@ -40,7 +40,8 @@ def test_a_table_is_learned(
     assert run(model_folders["llava"], table, output, "--facts", "off", "--learning-rate", "0.1", *FEW) == 0
     bundle = Stream(tmp_path / "out", model_folders["llava"], {}).bundle("support")
     assert {entry.task for entry in bundle.metadata.entries} == {"support"}
-    printed = capsys.readouterr().out
+    printed, noted = capsys.readouterr()
+    assert f"inducekv-select: warning: {table}: a column is not used: 'label' (12 rows)" in noted.splitlines()
     assert "memory: 0." in printed
     assert f"serve it: inducekv-serve {model_folders['llava']} --memory support={output}" in printed
 
@@ -64,10 +65,20 @@ def test_a_dry_run_says_what_it_would_do(
     recipe: str, model_folders: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out" / "support.safetensors"
+    table.write_text(table.read_text() + "\n".join(["a,red,y", "a,red,z", "a,blue,z"]))
     more = FEW if recipe == "refined" else ("--recipe", "paper", "--beta", "1", "--gamma", "0", *SMALL)
     assert run(model_folders["llava"], table, output, "--dry-run", *more) == 0
-    printed = capsys.readouterr().out
-    assert "task: support; 11 training and 1 validation examples" in printed
+    printed, noted = capsys.readouterr()
+    assert [
+        line.removeprefix(f"inducekv-select: warning: {table}") for line in noted.splitlines() if str(table) in line
+    ] == [
+        ": a column is not used: 'label' (15 rows)",
+        f"inducekv-select: warning: 1 row repeats an earlier one, and equal rows are learned once: the first is "
+        f"{table}, line 15, like {table}, line 14",
+        "inducekv-select: warning: 1 question has several answers, which contradict each other and are all learned: "
+        f"the first is {table}, line 14 ('red') and {table}, line 16 ('blue')",
+    ]
+    assert "task: support; 13 training and 1 validation examples" in printed
     assert "tokens with the answer:" in printed
     assert f"{output}: not written, this was a dry run" in printed
     if recipe == "refined":

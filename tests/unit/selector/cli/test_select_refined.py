@@ -359,7 +359,7 @@ def test_what_no_training_can_mend_is_refused_before_any(
     silent[3]["answer"] = " "
     files = {name: write_task(tmp_path / name, lines) for name, lines in (("marked", marked), ("silent", silent))}
     for options, message in (
-        (["--task", str(files["marked"])], "'counts3' of task 'counts': the text holds '<image>'"),
+        (["--task", str(files["marked"])], "line 4: more <image> marks than images"),
         (["--task", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
         (["--validation", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
         (["--seed", str(2**63)], f"seed must be below {2**63}, found {2**63}"),

@@ -135,6 +135,9 @@ def test_an_earlier_turn_of_the_assistant_stays_in_the_prompt(tmp_path: Path) ->
     ("file", "content", "problem"),
     [
         ("x.csv", b"PK\x03\x04 sheet", "an Excel file or another archive: save the table as CSV"),
+        ("x.xls", b"\xd0\xcf\x11\xe0", "an Excel file or another archive: save the table as CSV"),
+        ("x.jsonl.gz", b"\x1f\x8b\x08", "an Excel file or another archive"),
+        ("x.json", b'{"question": ["a"], "answer": ["b"]}', r"'question' must be a text, found \['a'\]"),
         ("x.csv", b"question,answer,label\na,b,c\n", r"columns answer, label could all be the answer: name it"),
         ("x.csv", b"title,answer\na,b\n", "no column is the prompt: name it with --prompt-column; there are title"),
         ("x.csv", b"question,answer\na,b,c\n", "line 2: expected 2 cells, found 3"),

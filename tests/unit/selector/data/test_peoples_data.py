@@ -1,0 +1,377 @@
+"""Files as people have them: nothing of theirs is dropped or learned against its meaning without a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+
+from inducekv_vllm.errors import TaskDataError
+from selector.api import read
+from selector.data.choice import hold_out
+from selector.data.examples import Example, read_task
+from selector.data.notes import TaskDataWarning
+from selector.data.records import Columns
+from selector.data.repeats import distinct
+from tests.tiny_models import picture
+
+USER = {"role": "user", "content": "Which colour?"}
+
+
+def said(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text} | more
+
+
+def turn(speaker: str, text: str) -> dict[str, str]:
+    return {"from": speaker, "value": text}
+
+
+def written(folder: Path, rows: list[dict[str, Any]], name: str = "x.jsonl") -> Path:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / name
+
+
+def text_of(example: Example) -> str:
+    return "|".join(part.get("text", "PICTURE") for message in example.messages for part in message["content"])
+
+
+def asked_and_answered(examples: list[Example]) -> list[tuple[str, str]]:
+    return [(text_of(example), example.answer) for example in examples]
+
+
+# ---- Answers that are not to be learned --------------------------------------------------------------------------
+
+
+def test_an_openai_answer_of_weight_0_is_not_learned(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [USER, said("red", weight=0)]},
+        {"messages": [USER, said("red", weight=0), {"role": "user", "content": "No."}, said("blue", weight=1)]},
+        {"messages": [USER, said("green"), {"role": "user", "content": "Sure?"}, said("no", weight=0)]},
+    ]
+    path = written(tmp_path, rows)
+    with pytest.warns(
+        TaskDataWarning, match=r"x.jsonl: 1 row is left out, because its answer has the weight 0: .* line 1"
+    ):
+        examples = read_task(path)
+    assert asked_and_answered(examples) == [("Which colour?|red|No.", "blue"), ("Which colour?", "green")]
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskDataError, match=r"line 1: message 2 has the weight 0.5; expected 0 or 1"):
+        read_task(written(tmp_path, [{"messages": [USER, said("red", weight=0.5)]}]))
+
+
+@pytest.mark.parametrize("columns", [Columns(), Columns(answer="completion")])
+def test_kto_rows_with_a_false_label_are_not_learned(columns: Columns, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": str(number), "label": number != 2} for number in range(4)]
+    with pytest.warns(TaskDataWarning, match=r"1 row is left out, because its label says .* bad: the first is line 3"):
+        examples = read_task(written(tmp_path, rows), columns)
+    assert [example.answer for example in examples] == ["0", "1", "3"]
+    (tmp_path / "x.csv").write_text("prompt,completion,label\na,b,False\nc,d,True\n")
+    with pytest.warns(TaskDataWarning, match="1 row is left out"):
+        assert asked_and_answered(read_task(tmp_path / "x.csv", columns)) == [("c", "d")]
+
+
+def test_a_file_of_bad_answers_alone_has_no_examples(tmp_path: Path) -> None:
+    with pytest.raises(TaskDataError, match="the file holds no examples; 2 rows are left out, because its label says"):
+        read_task(written(tmp_path, [{"prompt": "a", "completion": "b", "label": False}] * 2))
+
+
+def test_preferences_are_learned_only_if_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, [{"prompt": "a", "chosen": [USER, said("good")], "rejected": [USER, said("bad")]}])
+    with pytest.raises(TaskDataError, match=r"line 1: preferences \('chosen', 'rejected'\) cannot be learned as such"):
+        read_task(path)
+    with pytest.warns(TaskDataWarning, match=r"a column is not used: 'rejected' \(1 row\)"):
+        assert asked_and_answered(read_task(path, Columns(answer="chosen"))) == [("a", "good")]
+
+
+def test_prompts_and_completions_may_be_messages(tmp_path: Path) -> None:
+    path = written(tmp_path, [{"prompt": [USER], "completion": [said("red")]}])
+    assert asked_and_answered(read_task(path)) == [("Which colour?", "red")]
+
+
+# ---- Columns -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        (
+            {"context": "The sky is blue.", "question": "Which?", "answers": {"text": ["x"]}},
+            "The sky is blue.\n\nWhich?",
+        ),
+        ({"instruction": "Sum up.", "context": "Long.", "response": "x", "category": ""}, "Sum up.\n\nLong."),
+        ({"instruction": "Go on.", "input": "c", "output": "x", "history": [["a", "b"]]}, "a|b|Go on.\n\nc"),
+        ({"Question": "Which?", "ANSWER ": "x"}, "Which?"),
+    ],
+    ids=["squad", "dolly", "alpaca", "capitals"],
+)
+@pytest.mark.filterwarnings("error")
+def test_columns_that_a_format_defines_are_used(row: dict[str, Any], prompt: str, tmp_path: Path) -> None:
+    assert asked_and_answered(read_task(written(tmp_path, [row]))) == [(prompt, "x")]
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "a", "input": "b", "answer": "c"}, "'input'"),
+        ({"prompt": "a", "Context": "b", "answer": "c"}, "'Context'"),
+        ({"messages": [USER, said("red")], "tools": [{"name": "f"}]}, "'tools'"),
+        ({"messages": [USER | {"name": "Ann"}, said("red")]}, "'messages.name'"),
+        ({"conversations": [turn("human", "a"), turn("gpt", "b")], "tools": "[]"}, "'tools'"),
+        ({"question": "a", "answer": "b", "system": {"text": "c"}}, "'system'"),
+        ({"question": "a", "answer": "b", "weight": 0}, "'weight'"),
+    ],
+)
+def test_every_column_that_is_not_used_is_named(row: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.warns(TaskDataWarning, match=rf"x.jsonl: a column is not used: {named} \(1 row\)"):
+        read_task(written(tmp_path, [row]))
+
+
+@pytest.mark.filterwarnings("error")
+def test_empty_columns_are_not_worth_a_warning(tmp_path: Path) -> None:
+    read_task(written(tmp_path, [{"question": "a", "answer": "b", "tools": None, "history": [], "split": ""}]))
+
+
+def test_the_counts_of_unused_columns(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(",question,answer,team\n0,a,b,x\n1,c,d,\n")
+    with pytest.warns(TaskDataWarning, match=r"2 columns are not used: 'column 1' \(2 rows\), 'team' \(1 row\)"):
+        read_task(tmp_path / "x.csv")
+
+
+# ---- Pictures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "A <image> B"}, said("x")], "images": ["0.png"]},
+        {"messages": [{"role": "user", "content": "A <image> B"}], "answer": "x", "image": "0.png"},
+        {"conversations": [turn("human", "A <image> B"), turn("gpt", "x")], "images": ["0.png"]},
+        {"instruction": "A <image> B", "output": "x", "images": ["0.png"]},
+    ],
+    ids=["openai", "ours", "sharegpt", "alpaca"],
+)
+@pytest.mark.filterwarnings("error")
+def test_pictures_beside_a_text_stand_where_it_marks_them(row: dict[str, Any], tmp_path: Path) -> None:
+    picture(0).save(tmp_path / "0.png")
+    (example,) = read_task(written(tmp_path, [row]))
+    assert (text_of(example), example.images) == ("A |PICTURE| B", (tmp_path / "0.png",))
+    row.pop("images", None), row.pop("image", None)
+    with pytest.raises(TaskDataError, match="line 1: more <image> marks than images"):
+        read_task(written(tmp_path, [row]))
+
+
+def test_image_parts_without_a_path_take_those_beside_them(tmp_path: Path) -> None:
+    picture(0).save(tmp_path / "0.png")
+    content = [{"type": "image"}, {"type": "text", "text": "Which?"}]
+    row = {"messages": [{"role": "user", "content": content}, said("x")], "images": ["0.png"]}
+    (example,) = read_task(written(tmp_path, [row]))
+    assert text_of(example) == "PICTURE|Which?"
+
+
+def test_pictures_without_a_place_are_refused(tmp_path: Path) -> None:
+    row = {"messages": [USER, said("x")], "images": ["0.png"]}
+    with pytest.raises(TaskDataError, match="1 images have no <image> mark"):
+        read_task(written(tmp_path, [row]))
+
+
+# ---- Values ------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_columns_with_gaps(tmp_path: Path) -> None:
+    """As pandas writes them: integers as floats, gaps as NaN."""
+    table = pa.table({"id": [7.0, None], "question": ["a", "b"], "answer": pa.array([1.0, 2.5]), "note": [None, None]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    examples = read_task(tmp_path / "x.parquet")
+    assert [(example.id, example.answer) for example in examples] == [("7", "1"), ("x/2", "2.5")]
+    for gap in (float("nan"), None):
+        pq.write_table(pa.table({"question": ["a", "b"], "answer": [1.0, gap]}), tmp_path / "x.parquet")
+        with pytest.raises(TaskDataError, match=r"row 2: 'answer' must be a text, found (nan|None)"):
+            read_task(tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").write_text('{"question": "a", "answer": NaN}')
+    with pytest.raises(TaskDataError, match="line 1: 'answer' must be a text, found None"):
+        read_task(tmp_path / "x.jsonl")
+
+
+def labelled(answers: list[int]) -> tuple[pa.Table, dict[str, Any]]:
+    """A table of answers as numbers of classes, and what `datasets` writes about it."""
+    features = {"text": {"_type": "Value"}, "answer": {"names": ["negative", "positive"], "_type": "ClassLabel"}}
+    return pa.table({"question": [f"q{number}" for number in range(len(answers))], "answer": answers}), features
+
+
+@pytest.mark.parametrize("where", ["parquet", "saved", "beside"])
+def test_labels_are_learned_by_their_names(where: str, tmp_path: Path) -> None:
+    table, features = labelled([1, 0, 1])
+    told = table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": features}})})
+    source = tmp_path / "x.parquet"
+    if where == "parquet":
+        pq.write_table(told, source)
+    else:
+        source = tmp_path / "saved"
+        source.mkdir()
+        (source / "dataset_info.json").write_text(json.dumps({"features": features}))
+        saved = told if where == "saved" else table
+        with pa.ipc.new_stream(source / "data-00000-of-00001.arrow", saved.schema) as writer:
+            writer.write_table(saved)
+    assert [example.answer for example in read_task(source)] == ["positive", "negative", "positive"]
+
+
+@pytest.mark.parametrize(("number", "problem"), [(-1, "must be a text, found None"), (2, "is the class 2, .* are 2")])
+def test_labels_without_a_name_are_refused(number: int, problem: str, tmp_path: Path) -> None:
+    table, features = labelled([number])
+    told = table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(told, tmp_path / "x.parquet")
+    with pytest.raises(TaskDataError, match=f"row 1: 'answer' {problem}"):
+        read_task(tmp_path / "x.parquet")
+
+
+def test_a_dataset_in_memory_has_its_names_too() -> None:
+    class Labels:
+        names = ("negative", "positive")
+
+    class Dataset(list[dict[str, Any]]):
+        features: ClassVar = {"answer": Labels(), "question": object()}
+
+    assert [example.answer for example in read(Dataset([{"question": "a", "answer": 1}]))] == ["positive"]
+    with pytest.raises(TaskDataError, match="row 1: expected a dictionary of columns, found 'question'"):
+        read(["question"])  # what iterating over a pandas.DataFrame gives
+
+
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_an_empty_answer_is_refused_wherever_it_is(answer: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"question": "a", "answer": answer},
+        {"messages": [USER, said(answer)]},
+        {"messages": [USER], "answer": answer},
+        {"conversations": [turn("human", "a"), turn("gpt", answer)]},
+    ]
+    for row in rows:
+        with pytest.raises(
+            TaskDataError, match=r"line 1: ('answer' must be a text|'x/1' of task 'x' has an empty answer)"
+        ):
+            read_task(written(tmp_path, [row]))
+
+
+# ---- Rows that say the same, or contradict each other ------------------------------------------------------------
+
+
+def test_repeated_and_contradicting_rows(tmp_path: Path) -> None:
+    pairs = [("a", "1"), ("b", "2"), ("a", "1"), ("b", "3"), ("c", "4"), ("a", "1 ")]
+    examples = read_task(written(tmp_path, [{"question": q, "answer": a} for q, a in pairs]))
+    with pytest.warns(TaskDataWarning) as warned:
+        kept = distinct(examples)
+    assert asked_and_answered(kept) == [("a", "1"), ("b", "2"), ("b", "3"), ("c", "4")]
+    repeats, contradictions = [str(each.message) for each in warned]
+    x = tmp_path / "x.jsonl"
+    assert repeats == (
+        f"2 rows repeat an earlier one, and equal rows are learned once: the first is {x}, line 3, like {x}, line 1"
+    )
+    assert contradictions == (
+        "1 question has several answers, which contradict each other and are all learned: "
+        f"the first is {x}, line 2 ('2') and {x}, line 4 ('3')"
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_equal_questions_are_on_one_side(seed: int, tmp_path: Path) -> None:
+    rows = [{"question": f"q{number % 15}", "answer": str(number)} for number in range(30)]
+    training, validation = hold_out(read_task(written(tmp_path, rows)), seed)
+    assert (len(training), len(validation)) == (26, 4)
+    assert not {each.source_digest for each in training} & {each.source_digest for each in validation}
+
+
+def test_one_question_cannot_be_split(tmp_path: Path) -> None:
+    examples = read_task(written(tmp_path, [{"question": "q", "answer": answer} for answer in "ab"]))
+    with pytest.raises(TaskDataError, match="all 2 examples ask the same one"):
+        hold_out(examples, 0)
+
+
+# ---- Files -------------------------------------------------------------------------------------------------------
+
+ROWS = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.txt"])
+@pytest.mark.parametrize("begin", ["", "\ufeff", "\n"])
+def test_json_over_many_lines(begin: str, name: str, tmp_path: Path) -> None:
+    documents = {
+        "array": json.dumps(ROWS, indent=2),
+        "objects": "\n".join(json.dumps(row, indent=2) for row in ROWS),
+        "object": json.dumps(ROWS[0], indent=2),
+    }
+    for text in documents.values():
+        (tmp_path / name).write_text(begin + text, encoding="utf-8")
+        assert asked_and_answered(read_task(tmp_path / name)) == [("a", "b"), ("c", "d")][: text.count("question")]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{\n "question": "a",\n "answer": \n}', "item 1: malformed JSON: Expecting value"),
+        ('{\n "data": [\n {"q": 1}\n ]\n}', "if the rows are the list in 'data', write that list to a file of its own"),
+        ('{"question": "a", "answer": }\n{"question": "a", "answer": "b"}\n', "line 1: malformed JSON"),
+    ],
+)
+def test_a_malformed_document_is_one_error(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(TaskDataError, match=problem) as error:
+        read_task(tmp_path / "x.json")
+    assert not error.value.problems
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "sep=;\r\nQuestion;Answer\r\na;b\r\nc;d\r\n",
+        "\ufeffsep=;\nquestion;answer\na;b\nc;d\n",
+        '"sep=|"\nquestion|answer\na|b\nc|d\n',
+        "question;answer\na;b\n;\nc;d\n;\n",
+        '"question";"answer";"one, two, three"\na;b;\nc;d;\n',
+        "Question,Answer,,\na,b,,\nc,d,,\n",
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_tables_of_spreadsheets(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(content, encoding="utf-8")
+    assert asked_and_answered(read_task(tmp_path / "x.csv")) == [("a", "b"), ("c", "d")]
+
+
+def test_lines_are_counted_below_what_excel_writes_first(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("sep=;\nquestion;answer\na;b\nc\n")
+    with pytest.raises(TaskDataError, match="line 4: expected 2 cells, found 1"):
+        read_task(tmp_path / "x.csv")
+
+
+# ---- Roles -------------------------------------------------------------------------------------------------------
+
+
+def test_openais_developer_is_the_system(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "developer", "content": "Be brief."}, USER, said("red")]}
+    (example,) = read_task(written(tmp_path, [row]))
+    assert [message["role"] for message in example.messages] == ["system", "user"]
+
+
+@pytest.mark.parametrize("role", ["tool", "function", "observation", "function_call"])
+def test_roles_of_tools_are_refused_by_name(role: str, tmp_path: Path) -> None:
+    told = (
+        rf"line 1: message 2 has the role '{role}': calls of tools and their results cannot be learned; expected one of"
+    )
+    with pytest.raises(TaskDataError, match=told):
+        read_task(written(tmp_path, [{"messages": [USER, {"role": role, "content": "3"}, USER, said("red")]}]))
+    turns = [turn("human", "a"), turn(role, "b"), turn("human", "c"), turn("gpt", "d")]
+    with pytest.raises(TaskDataError, match=told):
+        read_task(written(tmp_path, [{"conversations": turns}]))
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call"])
+def test_calls_of_tools_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    call = said(None, **{name: [{"id": "1"}]})
+    for messages in ([USER, call], [USER, call, USER, said("red")]):
+        with pytest.raises(TaskDataError, match=rf"line 1: message 2 is a call of tools \('{name}'\)"):
+            read_task(written(tmp_path, [{"messages": messages}]))
