@@ -32,7 +32,7 @@ from tests.quantized import save_quantized
 from tests.tiny_families import FAMILIES
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 32}
-NAMES = (None, "sqrt", "prior", "gated")
+NAMES = (None, "sqrt", "first", "gated")
 
 
 def quantised_and_plain(folder: Path, method: str) -> tuple[Path, Path]:
@@ -48,7 +48,7 @@ def quantised_and_plain(folder: Path, method: str) -> tuple[Path, Path]:
 def bundles(model: Path) -> World:
     folder = model.with_name(f"bundles of {model.name}")
     folder.mkdir()
-    return make_world(model, folder, make_prompts=text_prompts)
+    return make_world(model, folder, make_prompts=text_prompts, with_merged=True)
 
 
 def deviations(model: Path, dtype: str) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_what_vllm_quantises_by_itself_is_refused(tmp_path: Path) -> None:
 def test_a_bundle_of_the_plain_model_is_refused(tmp_path: Path) -> None:
     """The digest of the weights says what was taught and what serves."""
     quantised, plain = quantised_and_plain(tmp_path, "gptq")
-    bundle = bundles(plain).paths["prior"]
+    bundle = bundles(plain).paths["first"]
     with (
         engine(quantised, environment=FEWER_PROCESSES, dtype="float16", **OPTIONS) as llm,
         pytest.raises(BundleError, match="made for another backbone: weights_digest"),
