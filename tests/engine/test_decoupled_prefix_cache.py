@@ -72,7 +72,7 @@ class Turns:
         return answers
 
 
-@pytest.fixture(scope="module", params=[32, pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.fixture(scope="module", params=[32, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128))])
 def turns(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Turns]:
     options = {"enforce_eager": True, "block_size": request.param, "max_model_len": 640, "num_gpu_blocks_override": 60}
     with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:

@@ -40,7 +40,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield made
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # as most families are
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_one_to_three_pictures_of_any_size(world: World, ranks: int) -> None:
     """A prompt with more than two has one tile of each."""
     environment = FEWER_PROCESSES if ranks == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}

@@ -47,9 +47,9 @@ def check(served: MemoryEngine, make_prompts: Callable[[int, int], list[Prompt]]
     for activations in ({"a": "generation", "b": "prompt"}, {"a": "text", "b": "generation"}):
         with served.gated(questions, tasks, form="decoupled", weighting="uniform", activations=activations):
             for _ in range(2):
-                answers = served.check(questions, ["gated"] * 6, greedy(max_tokens=40))
+                answers = served.check(questions, ["gated"] * 6, greedy(max_tokens=24))
                 assert [answer.decision and answer.decision.task for answer in answers] == tasks
-    served.check(questions, ["sqrt", "first", None, "prior", "second", None], greedy(max_tokens=40))
+    served.check(questions, ["sqrt", "first", None, "prior", "second", None], greedy(max_tokens=24))
 
 
 def drafts(served: MemoryEngine) -> tuple[float, float]:
