@@ -13,6 +13,7 @@ from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.gate import TurnMarks
 
 L, J, G, D, d = 3, 2, 2, 8, 16
+MAP_RANK = 3
 FINGERPRINT = BackboneFingerprint(
     architecture="TinyForConditionalGeneration/tiny",
     num_layers=L,
@@ -122,10 +123,11 @@ def random_maps(shape: Sequence[int], rank: int, heads_per_kv_head: int, scale: 
 
 
 def remade(bundle: Bundle, **changes: Any) -> Bundle:
-    """A bundle without a gate, created again; `changes` replace arguments of `Bundle.create`."""
-    kept = ("backbone", "budget", "entries", "weighting", "recipe", "settings")
-    facts = {name: getattr(bundle.metadata, name) for name in kept}
-    return Bundle.create(**(bundle.tensors() | facts | changes))
+    """A bundle created again, with its gate; `changes` replace arguments of `Bundle.create`."""
+    kept = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form", "activations")
+    facts = {name: getattr(bundle.metadata, name) for name in kept} | {"gate": bundle.gate}
+    tensors = {name: tensor for name, tensor in bundle.tensors().items() if not name.startswith("gate_")}
+    return Bundle.create(**(tensors | facts | changes))
 
 
 def as_decoupled(
@@ -135,8 +137,12 @@ def as_decoupled(
     scale: float = 6.0,
     map_rank: int = 0,
     heads_per_kv_head: int = 2,
+    **changes: Any,
 ) -> Bundle:
-    """A merged bundle's entries as decoupled memory, its values times `scale`; some gates are negative or above 1."""
+    """A merged bundle's entries as decoupled memory, its values times `scale`; some gates are negative or above 1.
+
+    `changes` replace arguments of `Bundle.create`.
+    """
     maps = random_maps(merged.payload_keys.shape, map_rank, heads_per_kv_head) if map_rank else {}
     return remade(
         merged,
@@ -147,4 +153,17 @@ def as_decoupled(
         form="decoupled",
         activations=dict.fromkeys(merged.metadata.tasks, activation),
         **maps,
+        **changes,
     )
+
+
+def by_default(merged: Bundle, activation: Activation, heads_per_kv_head: int, scale: float = 6.0) -> Bundle:
+    """A merged bundle's entries in the form that `inducekv-select` makes by default.
+
+    Decoupled and uniform, with maps of the attention output, behind a gate. Its one task's gate opens for every prompt.
+    """
+    (task,) = merged.metadata.tasks
+    weights, thresholds = torch.full((1, 2), 2.0), torch.full((1,), 1e-2)
+    gate = decided_gate(task, merged.metadata.backbone, (task,), weights=weights, thresholds=thresholds)
+    maps = {"map_rank": MAP_RANK, "heads_per_kv_head": heads_per_kv_head}
+    return as_decoupled(merged, activation, scale=scale, **maps, recipe="refined", gate=gate)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.groups import group_of, seconds_of
+
 if TYPE_CHECKING:
     from xdist.remote import Producer
 
@@ -23,31 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is refu
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Files whose tests share a server or an engine are a group: those of `tests/server` without these, and ENGINE.
-NO_SHARED_SERVER = ("api_key", "audit", "launcher", "memory_helps", "pins", "registry", "several_processes")
-NO_SHARED_SERVER += ("versions", "wheel")
-ENGINE = ("tests/engine/test_memory_engine.py", "tests/server/test_registry.py")
-SERVERS = ("tests/research/test_continual_http.py",)  # one more that shares their server
-# Groups and files that take a minute or longer begin first, so that no worker is left with one of them at the end.
-LONGEST = (
-    "servers",
-    "tests/research/test_continual_smoke.py",
-    "tests/engine/test_parity.py",
-    "tests/engine/test_gpu_attention.py",
-    "tests/research/test_continual_run.py",
-    "engine",
-)
 LAST_OF_A_GROUP = "tests/server/test_shutdown.py"  # ends the server that the group shares
-
-
-def group_of(nodeid: str) -> str:
-    file = nodeid.partition("::")[0]
-    if file in ENGINE:
-        return "engine"
-    if file in SERVERS:
-        return "servers"
-    test = file.removeprefix("tests/server/test_").removesuffix(".py")
-    return file if "/" in test or test in NO_SHARED_SERVER else "servers"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,14 +38,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest groups, and end the shared server last.
+    """Begin with the longest groups, so that no worker is left with one of them, and end the shared server last.
 
     Skip `gpu` tests if there is no CUDA device, and `slow` tests unless they are selected by marker.
     """
-    order = {group: position for position, group in enumerate(LONGEST)}
 
     def place(item: pytest.Item) -> tuple[int, bool]:
-        return order.get(group_of(item.nodeid), len(LONGEST)), item.nodeid.startswith(LAST_OF_A_GROUP)
+        return -seconds_of().get(group_of(item.nodeid), 0), item.nodeid.startswith(LAST_OF_A_GROUP)
 
     items.sort(key=place)
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
@@ -103,7 +80,7 @@ def admin_key() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A tiny LLaVA with three bundles."""
+    """A tiny LLaVA with bundles: see `make_world`."""
     from tests.server.launch import make_tiny_world
 
     return make_tiny_world(tmp_path_factory.mktemp("world"))

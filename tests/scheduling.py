@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadFileScheduling
 
-from tests.conftest import group_of
+from tests.groups import group_of
 
 
 class GroupScheduling(LoadFileScheduling):

@@ -51,7 +51,7 @@ async def last(stream: AsyncGenerator[Any, None]) -> Any:
 
 
 class Served:
-    """The engine with the bundle "sqrt" as its memory "m"."""
+    """The engine with the bundle "first" as its memory "m"."""
 
     def __init__(self, llm: AsyncLLM, memories: Memories) -> None:
         self.llm, self.memories = llm, memories
@@ -108,7 +108,7 @@ async def serve_world(world: World) -> AsyncIterator[Served]:
             )
         )
     try:
-        path = str(world.paths["sqrt"])
+        path = str(world.paths["first"])
         memory = Memory.from_bundle(read_bundle(path), path)
         await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
         delays = poll_delays()

@@ -34,18 +34,16 @@ BLOCK = 32
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """The demo model with merged bundles, and decoupled ones named after their activation and weighting."""
+    """The demo model with bundles of every form; those without a gate are named after activation and weighting."""
     folder = tmp_path_factory.mktemp("decoupled")
-    world = make_world(CHECKPOINT, folder)
+    world = make_world(CHECKPOINT, folder, with_merged=True)
     for activation in ACTIVATIONS:
         for weighting in ("uniform", "prior"):
-            merged = world.bundles["prior"]
-            world.bundles[f"{activation}-{weighting}"] = as_decoupled(merged, activation, weighting)
-            world.bundles[f"{activation}-{weighting}-maps"] = as_decoupled(merged, activation, weighting, map_rank=3)
-        world.bundles[f"{activation}-other"] = as_decoupled(world.bundles["other"], activation, scale=-6.0)
-    for name, bundle in world.bundles.items():
-        world.paths[name] = folder / f"{name}.safetensors"
-        write_bundle(bundle, world.paths[name])
+            merged = world.merged["prior"]
+            world.add(f"{activation}-{weighting}", as_decoupled(merged, activation, weighting), folder)
+            with_maps = as_decoupled(merged, activation, weighting, map_rank=3)
+            world.add(f"{activation}-{weighting}-maps", with_maps, folder)
+        world.add(f"{activation}-other", as_decoupled(world.merged["other"], activation, scale=-6.0), folder)
     return world
 
 
@@ -88,7 +86,7 @@ def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
 
 
 def test_maps_of_another_width_are_refused(served: MemoryEngine, tmp_path: Path) -> None:
-    bundle = as_decoupled(served.world.bundles["prior"], "prompt", map_rank=3, heads_per_kv_head=4)
+    bundle = as_decoupled(served.world.merged["prior"], "prompt", map_rank=3, heads_per_kv_head=4)
     write_bundle(bundle, tmp_path / "wide.safetensors")
     with pytest.raises(CapacityError, match="its maps have width 256, the 2 query heads of a KV head here have 128"):
         served.offline.load_bundle(tmp_path / "wide.safetensors")
@@ -163,7 +161,7 @@ def test_a_gate_reads_the_prefix_cache_and_decides_as_on_the_whole_prompt(served
             before = prefix_hits(served)
             ask(served, question, "gated")
             assert prefix_hits(served) > before
-    with served.gated(questions, tasks):  # its weights depend on the request
+    with served.gated(questions, tasks, form="merged"):  # its weights depend on the request
         before = prefix_hits(served)
         answer = ask(served, questions[0], "gated")
         assert answer.decision is not None

@@ -72,7 +72,7 @@ class Turns:
         return answers
 
 
-@pytest.fixture(scope="module", params=[32, pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.fixture(scope="module", params=[32, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128))])
 def turns(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Turns]:
     options = {"enforce_eager": True, "block_size": request.param, "max_model_len": 640, "num_gpu_blocks_override": 60}
     with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:
@@ -87,7 +87,7 @@ def text(seed: int, length: int) -> list[int]:
 def test_one_prompt_under_every_memory_in_any_order(turns: Turns) -> None:
     prompt = text(1, 300)
     bundles = [
-        late(turns.world.bundles[name], activation, scale)
+        late(turns.world.merged[name], activation, scale)
         for activation in ACTIVATIONS
         for name, scale in (("prior", 4.0), ("other", -4.0))
     ]
@@ -101,7 +101,7 @@ def test_one_prompt_under_every_memory_in_any_order(turns: Turns) -> None:
 def test_a_bundle_that_is_replaced_leaves_no_blocks_behind(turns: Turns) -> None:
     prompt = text(2, 300)
     for scale in (4.0, -4.0, 4.0):
-        bundle = late(turns.world.bundles["prior"], "generation", scale)
+        bundle = late(turns.world.merged["prior"], "generation", scale)
         memory = turns.load(bundle, "replaced.safetensors")
         turns.ask([prompt], [(bundle, memory)], max_tokens=140)
         turns.offline.unload_bundle(memory)
@@ -109,7 +109,7 @@ def test_a_bundle_that_is_replaced_leaves_no_blocks_behind(turns: Turns) -> None
 
 def test_generated_blocks_in_later_turns(turns: Turns) -> None:
     """A later turn repeats an answer whose K and V memory has changed: for each request they are other K and V."""
-    bundles = [late(turns.world.bundles["prior"], "generation", scale) for scale in (4.0, -4.0)]
+    bundles = [late(turns.world.merged["prior"], "generation", scale) for scale in (4.0, -4.0)]
     a, b = ((bundle, turns.load(bundle, f"turn-{i}.safetensors")) for i, bundle in enumerate(bundles))
     prompt = text(3, 150)
     for number, memory in enumerate((a, b, None, a)):
@@ -122,7 +122,7 @@ def test_generated_blocks_in_later_turns(turns: Turns) -> None:
 def test_the_untouched_turn_is_shared(turns: Turns, request: pytest.FixtureRequest) -> None:
     """The second turn of a conversation computes what the first has not, also under another memory."""
     block = turns.offline.llm.llm_engine.vllm_config.cache_config.block_size
-    bundle = late(turns.world.bundles["prior"], "generation", 4.0)
+    bundle = late(turns.world.merged["prior"], "generation", 4.0)
     memory = (bundle, turns.load(bundle, "shared.safetensors"))
     first = text(4, 290)
     second = [*first, *text(5, 60)]

@@ -11,9 +11,7 @@ from PIL import Image
 from vllm.transformers_utils.chat_templates import get_chat_template_fallback_path
 from vllm.transformers_utils.processors.deepseek_vl2 import DeepseekVLV2Processor as ServedProcessor
 
-from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.models.deepseek_vl2_config import CHAT_TEMPLATE
-from tests.bundles import as_decoupled
 from tests.engine.albums import albums
 from tests.engine.parity import FEWER_PROCESSES, MemoryEngine, World, engine, make_world, prompts, text_prompts
 from tests.engine.small_towers import SmallTowersWorker
@@ -38,14 +36,12 @@ SIZES = ((56, 56), (300, 40), (40, 300), (57, 113), (112, 56), (500, 499), (1, 7
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("deepseek-vl2")
     with small_timm():
-        made = make_world(save_deepseek_vl2(folder / "model"), folder)
-        late = as_decoupled(made.bundles["prior"], "text", map_rank=3, heads_per_kv_head=1)
-        made.bundles["text"], made.paths["text"] = late, folder / "text.safetensors"
-        write_bundle(late, made.paths["text"])
+        made = make_world(save_deepseek_vl2(folder / "model"), folder, with_merged=True)
         yield made
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # as most families are
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_one_to_three_pictures_of_any_size(world: World, ranks: int) -> None:
     """A prompt with more than two has one tile of each."""
     environment = FEWER_PROCESSES if ranks == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -59,7 +55,7 @@ def test_one_to_three_pictures_of_any_size(world: World, ranks: int) -> None:
             *albums(2, 7, 3),
             *prompts(1, 9, (200, 30)),
         ]
-        for name in (None, "sqrt", "prior", "text"):
+        for name in (None, "sqrt", "prior", "other"):
             answers = served.check(questions, [name] * len(questions))
             for question, answer in zip(questions, answers, strict=True):
                 encoded = world.backbone.encode(question.chat_messages, question.images)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from server.demo import CHECKPOINT
 from tests.bundles import as_decoupled
@@ -31,11 +30,9 @@ pytestmark = pytest.mark.gpu
 def test_memory_rounds_at_most_twice_as_much(
     dtype: str, runner: str, eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = make_world(CHECKPOINT, tmp_path)
+    world = make_world(CHECKPOINT, tmp_path, with_merged=True)
     for activation in ACTIVATIONS:
-        world.bundles[activation] = as_decoupled(world.bundles["prior"], activation, "prior", map_rank=3)
-        world.paths[activation] = tmp_path / f"{activation}.safetensors"
-        write_bundle(world.bundles[activation], world.paths[activation])
+        world.add(activation, as_decoupled(world.merged["prior"], activation, "prior", map_rank=3), tmp_path)
     options = {"dtype": dtype, "attention_backend": "FLASH_ATTN"}
     environment = {**FEWER_PROCESSES, "VLLM_USE_V2_MODEL_RUNNER": runner}
     questions, kinds = prompts(12, seed=2), (None, "sqrt", "generation", "prior", "text", "prompt")

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.bundle.activation import ACTIVATIONS
-from tests.bundles import as_decoupled
 from tests.engine.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -30,7 +27,7 @@ from tests.engine.parity import (
 from tests.tiny_families import FAMILIES, TEXT_FAMILIES, THROUGH_TRANSFORMERS, small_timm
 
 WIDE = (48, 96)  # pixels: more than one tile or patch where a family cuts pictures up
-IN_EVERY_RUN = ("llama", "qwen3-moe")  # test_parity.py has two multimodal families
+IN_EVERY_RUN = ("qwen3-moe",)  # test_parity.py has two multimodal families, test_facts.py a Llama
 
 
 def marked(family: str) -> Any:
@@ -48,17 +45,12 @@ def test_parity(family: str, tmp_path: Path) -> None:
     make_prompts: Callable[[int, int], list[Prompt]] = partial(prompts, size=WIDE)
     if family in TEXT_FAMILIES:
         make_prompts = text_prompts
-    world = make_world(FAMILIES[family](tmp_path / "model"), tmp_path, make_prompts=make_prompts)
-    heads_per_kv_head = world.backbone.num_heads // world.backbone.num_kv_heads
-    for activation in ACTIVATIONS:
-        bundle = as_decoupled(world.bundles["prior"], activation, map_rank=3, heads_per_kv_head=heads_per_kv_head)
-        world.bundles[activation], world.paths[activation] = bundle, tmp_path / f"{activation}.safetensors"
-        write_bundle(bundle, world.paths[activation])
+    world = make_world(FAMILIES[family](tmp_path / "model"), tmp_path, make_prompts=make_prompts, with_merged=True)
     options = {"enforce_eager": True, "max_num_batched_tokens": 64, "block_size": 32}
     environment = {} if family in THROUGH_TRANSFORMERS else FEWER_PROCESSES
     with engine(world.model, environment=environment, **options) as llm:
         served = MemoryEngine(world, llm)
-        questions, names = make_prompts(4, 1), (None, "sqrt", "prior", *ACTIVATIONS)
+        questions, names = make_prompts(4, 1), (None, "sqrt", "prior", "first", "second", "other")
         # All in one batch: each question with every memory.
         answers = served.check(questions * len(names), [name for name in names for _ in questions])
         for number, prompt in enumerate(questions):

@@ -17,7 +17,8 @@ from tests.engine.parity import WORKER_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 BACKEND = "tests.engine.triton_cpu"
-RUNNERS, KINDS = "test_runners.py", "test_decoupled_attention_kinds.py"
+RUNNERS, KINDS, DRAFTS = "test_runners.py", "test_decoupled_attention_kinds.py", "test_speculation.py"
+FACTS = "test_facts.py"
 
 
 def install(folder: Path) -> None:
@@ -36,13 +37,15 @@ def install(folder: Path) -> None:
     ("worker", "runner", "tests", "selected"),
     [
         (KernelsAroundFlashAttention, "1", RUNNERS, ""),
-        # V1 tells the rows of a step by another adapter; nothing else depends on the runner.
-        (KernelsAroundFlashAttention, "0", RUNNERS, ""),
-        # Another backend: sinks and sliding windows, without a log-sum-exp.
-        (KernelsAroundCPUAttention, "1", KINDS, "sinks"),
-        pytest.param(KernelsAroundFlashAttention, "1", "test_speculation.py", "not ngrams", marks=pytest.mark.slow),
-        pytest.param(KernelsAroundFlashAttention, "0", "test_speculation.py", "not ngrams", marks=pytest.mark.slow),
-        (KernelsAroundFlashAttention, "1", "test_facts.py", "alone"),
+        # V1 tells the rows of a step by another adapter, and nothing else depends on the runner: test_runners.py by
+        # itself runs with that adapter.
+        pytest.param(KernelsAroundFlashAttention, "0", RUNNERS, "", marks=pytest.mark.slow),
+        # Another backend: sinks and sliding windows, without a log-sum-exp, as in test_decoupled_attention_kinds.py by
+        # itself; attention/test_kernel_memory.py has the kernels around any backend.
+        pytest.param(KernelsAroundCPUAttention, "1", KINDS, "sinks", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "1", DRAFTS, "not ngrams", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "0", DRAFTS, "not ngrams", marks=pytest.mark.slow),
+        (KernelsAroundFlashAttention, "1", FACTS, "alone"),
     ],
     ids=["V2", "V1", "another backend", "drafts on V2", "drafts on V1", "facts"],
 )

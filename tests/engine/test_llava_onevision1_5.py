@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from inducekv_vllm.bundle import write_bundle
 from selector.backbone.generation import score
-from tests.bundles import as_decoupled
 from tests.engine.albums import albums
 from tests.engine.parity import (
     TOLERANCE,
@@ -33,14 +31,7 @@ OPTIONS = {"enforce_eager": True, "max_num_batched_tokens": 64, "block_size": 32
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("llava-onevision-1.5")
-    made = make_world(save_llava_onevision1_5(folder / "model"), folder)
-    backbone = made.backbone
-    late = as_decoupled(
-        made.bundles["prior"], "text", map_rank=3, heads_per_kv_head=backbone.num_heads // backbone.num_kv_heads
-    )
-    made.bundles["text"], made.paths["text"] = late, folder / "text.safetensors"
-    write_bundle(late, made.paths["text"])
-    return made
+    return make_world(save_llava_onevision1_5(folder / "model"), folder, with_merged=True)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
@@ -53,7 +44,7 @@ def served(request: pytest.FixtureRequest, world: World) -> Iterator[MemoryEngin
 
 def test_several_pictures_of_any_size(served: MemoryEngine) -> None:
     questions = albums(3, 5) + prompts(2, 9, (64, 32))
-    for name in (None, "sqrt", "prior", "text"):
+    for name in (None, "sqrt", "prior", "other"):
         answers = served.check(questions, [name] * len(questions))
         encoded = served.world.backbone.encode(questions[0].chat_messages, questions[0].images)
         assert answers[0].output.prompt_token_ids == encoded["input_ids"][0].tolist()
@@ -68,7 +59,7 @@ def test_videos(served: MemoryEngine) -> None:
     metadata: dict[str, Any] = {"fps": 2.0, "duration": 1.5, "total_num_frames": 3, "frames_indices": [0, 1, 2]}
     video = frames, {**metadata, "do_sample_frames": False}
     prompt = {"prompt": text, "multi_modal_data": {"video": [video]}}
-    for name in (None, "prior", "text"):
+    for name in (None, "prior", "other"):
         (answer,) = served.offline.generate([prompt], greedy(), memory=name and served.memories[name])
         assert answer.output.prompt_token_ids == inputs["input_ids"][0].tolist()
         tokens, found = served_logprobs(answer.output.outputs[0])

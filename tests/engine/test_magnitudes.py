@@ -97,13 +97,13 @@ def test_the_largest_numbers_leave_the_base_alone(
         limits = NO_LIMITS
         monkeypatch.setattr(memory_worker, "check_magnitudes", lambda *_: None)
     check_base_after(
-        served, largest_bundle(served.world.bundles["prior"], form, limits, signs, maps=form != "prompt-prior")
+        served, largest_bundle(served.world.merged["prior"], form, limits, signs, maps=form != "prompt-prior")
     )
 
 
 def check_base_after(served: MemoryEngine, bundle: Bundle) -> None:
     """The base's answers after a bundle was served from every block, against those of the new engine."""
-    path = served.world.paths["prior"].with_name("largest.safetensors")
+    path = served.world.paths["first"].with_name("largest.safetensors")
     write_bundle(bundle, path)
     memory = served.offline.load_bundle(path)
     try:
@@ -115,7 +115,7 @@ def check_base_after(served: MemoryEngine, bundle: Bundle) -> None:
 
 
 def test_what_the_served_dtype_cannot_carry_is_refused_when_it_is_loaded(served: MemoryEngine, tmp_path: Path) -> None:
-    decoupled = as_decoupled(served.world.bundles["prior"], "prompt")
+    decoupled = as_decoupled(served.world.merged["prior"], "prompt")
     kept = {"form": "decoupled", "activations": decoupled.metadata.activations}
     gates = torch.full((decoupled.num_layers,), 3e38)
     write_bundle(remade(decoupled, value_gates=gates, **kept), tmp_path / "huge.safetensors")

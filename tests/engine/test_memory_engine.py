@@ -183,7 +183,7 @@ async def test_prompt_logprobs_are_refused_where_they_would_be_the_untouched_mod
 
 def test_a_tasks_adapter_acts_on_the_prompt(world: World) -> None:
     """As memory of the generation does not."""
-    metadata = world.bundles["prior"].metadata.model_copy(
+    metadata = world.bundles["first"].metadata.model_copy(
         update={"form": "decoupled", "activations": {"t": "generation"}}
     )
     adapter = AdapterRecord(task="u", path="u", digest="0" * 64, rank=1)

@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 32}
 needs_4_bit_kernel = pytest.mark.skipif(
     not requirements.has_4_bit_kernel(), reason="vLLM has no kernel for 4-bit weights on this CPU"
 )
-NAMES = (None, "sqrt", "prior", "gated")
+NAMES = (None, "sqrt", "first", "gated")
 
 
 def quantised_and_plain(folder: Path, method: str) -> tuple[Path, Path]:
@@ -52,7 +52,7 @@ def quantised_and_plain(folder: Path, method: str) -> tuple[Path, Path]:
 def bundles(model: Path) -> World:
     folder = model.with_name(f"bundles of {model.name}")
     folder.mkdir()
-    return make_world(model, folder, make_prompts=text_prompts)
+    return make_world(model, folder, make_prompts=text_prompts, with_merged=True)
 
 
 def deviations(model: Path, dtype: str) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_4_bit_weights_are_refused_at_start_on_a_cpu_without_their_kernel(
 def test_a_bundle_of_the_plain_model_is_refused(tmp_path: Path) -> None:
     """The digest of the weights says what was taught and what serves."""
     quantised, plain = quantised_and_plain(tmp_path, "gptq")
-    bundle = bundles(plain).paths["prior"]
+    bundle = bundles(plain).paths["first"]
     with (
         engine(quantised, environment=FEWER_PROCESSES, dtype="float16", **OPTIONS) as llm,
         pytest.raises(BundleError, match="made for another backbone: weights_digest"),

@@ -38,18 +38,17 @@ from tests.engine.parity import (
 from tests.reference import reference_logprobs
 
 CHUNK, BLOCK = 40, 32
-KINDS = (None, "sqrt", "generation", "prior", "text", "other", "prompt")
+KINDS = (None, "first", "sqrt", "generation", "second", "prior", "text", "other", "prompt")
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """The demo model with three merged bundles, and decoupled ones, with maps, named after their activation."""
+    """The demo model with bundles of every form; those named after their activation are decoupled, without a gate."""
     folder = tmp_path_factory.mktemp("runners")
-    world = make_world(CHECKPOINT, folder)
+    world = make_world(CHECKPOINT, folder, with_merged=True)
     for activation in ACTIVATIONS:
-        world.bundles[activation] = as_decoupled(world.bundles["prior"], activation, "prior", map_rank=3)
-        world.paths[activation] = folder / f"{activation}.safetensors"
-        write_bundle(world.bundles[activation], world.paths[activation])
+        world.add(activation, as_decoupled(world.merged["prior"], activation, "prior", map_rank=3), folder)
+    world.add("moving", world.merged["other"], folder)
     return world
 
 
@@ -57,13 +56,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def served(world: World) -> Iterator[MemoryEngine]:
     """Prompts in chunks, prefix caching on, too few blocks, a small pool."""
     small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 12, "block_size": BLOCK}
-    small |= {"additional_config": {"inducekv": {"memory_pool_entries": 128}}}
+    small |= {"additional_config": {"inducekv": {"memory_pool_entries": 256}}}
     with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
         yield MemoryEngine(world, llm)
 
 
 def test_every_kind_in_one_batch_under_preemption(served: MemoryEngine) -> None:
-    served.check(prompts(9, seed=2), [KINDS[i % 7] for i in range(9)], greedy(max_tokens=24))
+    served.check(prompts(9, seed=2), list(KINDS), greedy(max_tokens=24))
     metrics = served.offline.llm.get_metrics()
     assert next(m for m in metrics if m.name == "vllm:num_preemptions").value > 0  # type: ignore[union-attr]
 
@@ -72,7 +71,7 @@ def test_part_of_the_entries_and_the_remainder(served: MemoryEngine) -> None:
     served.check(prompts(3, seed=5), ["sqrt", "prior", "generation"], top_k=2)
 
 
-@pytest.mark.parametrize("name", [None, "sqrt", "generation", "prompt"])
+@pytest.mark.parametrize("name", [None, "first", "sqrt", "generation", "prompt"])
 def test_a_prompts_last_chunk_is_one_token(served: MemoryEngine, name: str | None) -> None:
     """The runner computes it like a generated token."""
     prompt = torch.randint(20, 300, (2 * CHUNK + 1,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -86,7 +85,9 @@ def test_a_prompts_last_chunk_is_one_token(served: MemoryEngine, name: str | Non
     else:
         expected = reference_logprobs(backbone, bundle, inputs, tokens)
         assert answer.decision is not None
-        assert answer.decision.source == ("none" if bundle.metadata.weighting == "uniform" else "computed")
+        assert answer.decision.source == (
+            "none" if bundle.gate is None and bundle.metadata.weighting == "uniform" else "computed"
+        )
     assert (logprobs - expected).abs().max() <= TOLERANCE
 
 
@@ -104,7 +105,7 @@ def test_blocks_are_shared_up_to_the_first_active_position(served: MemoryEngine)
 def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_path: Path) -> None:
     """Answers run while another bundle is loaded and unloaded, and while their own is unloaded."""
     llm, offline = served.offline.llm, served.offline
-    own = world.bundles["other"]
+    own = world.bundles["moving"]
     new = remade(own, payload_values=-own.payload_values)
     write_bundle(new, tmp_path / "new.safetensors")
     questions = prompts(4, seed=8)
@@ -125,7 +126,7 @@ def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_pat
     step = llm.llm_engine.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.llm_engine, "step", lambda: (step(), load_and_unload())[0])
-        served.check(questions, ["other", "generation", "other", None], greedy(max_tokens=60))
+        served.check(questions, ["moving", "generation", "moving", None], greedy(max_tokens=60))
     assert loaded == ["begun", "ended"]
     for _ in range(2):  # the scheduler reports finished requests one step late
         served.chat(prompts(1, seed=7), [None], greedy(max_tokens=2))
@@ -135,22 +136,22 @@ def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_pat
     stats = llm.collective_rpc("inducekv_stats")[0]
     assert stats["resident"].keys() == {bundle.digest for bundle in world.bundles.values()} - {own.digest}
     assert stats["pool_tokens_free"] > free
-    served.memories["other"] = offline.load_bundle(world.paths["other"])
+    served.memories["moving"] = offline.load_bundle(world.paths["moving"])
     assert llm.collective_rpc("inducekv_stats")[0]["pool_tokens_free"] == free
-    served.check(questions[:1], ["other"])
+    served.check(questions[:1], ["moving"])
 
 
 def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: MemoryEngine, tmp_path: Path) -> None:
     llm = served.offline.llm
     before = llm.collective_rpc("inducekv_stats")[0]
-    merged = served.world.bundles["prior"]
-    large = as_decoupled(merged, "prompt", map_rank=32)
+    merged = served.world.merged["prior"]
+    large = as_decoupled(merged, "prompt", map_rank=48)
     write_bundle(large, tmp_path / "large.safetensors")
-    size = r"its 12 entries take \d+ adjacent tokens; \d+ of 1024 are free, at most \d+ of them adjacent"
-    with pytest.raises(CapacityError, match=rf"{size}.* larger --memory-pool-entries than 128"):
+    size = r"its 12 entries take \d+ adjacent tokens; \d+ of 2048 are free, at most \d+ of them adjacent"
+    with pytest.raises(CapacityError, match=rf"{size}.* larger --memory-pool-entries than 256"):
         served.offline.load_bundle(tmp_path / "large.safetensors")
     assert llm.collective_rpc("inducekv_stats")[0] == before
-    served.check(prompts(1, seed=9), ["prior"])
+    served.check(prompts(1, seed=9), ["first"])
 
 
 @pytest.mark.parametrize("weighting", ["prior", "uniform"])
@@ -179,7 +180,7 @@ def test_kernels_graphs_and_log_sum_exps_took_part(served: MemoryEngine) -> None
     calls = served.offline.llm.collective_rpc("inducekv_calls")[0]
     assert all(calls[kind] >= 36 for kind in ("twin", "graphs", "lse")), calls
     kernels = calls["kernels"]  # of each test above that has memory
-    assert len(kernels) == 11, kernels
+    assert len(kernels) == 12, kernels
     assert all(number >= 1 for number in kernels.values()), kernels  # of each kind of step that a test has
 
 

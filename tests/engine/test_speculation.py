@@ -47,9 +47,9 @@ def check(served: MemoryEngine, make_prompts: Callable[[int, int], list[Prompt]]
     for activations in ({"a": "generation", "b": "prompt"}, {"a": "text", "b": "generation"}):
         with served.gated(questions, tasks, form="decoupled", weighting="uniform", activations=activations):
             for _ in range(2):
-                answers = served.check(questions, ["gated"] * 6, greedy(max_tokens=40))
+                answers = served.check(questions, ["gated"] * 6, greedy(max_tokens=24))
                 assert [answer.decision and answer.decision.task for answer in answers] == tasks
-    served.check(questions, ["sqrt", "prior", None] * 2, greedy(max_tokens=40))
+    served.check(questions, ["sqrt", "first", None, "prior", "second", None], greedy(max_tokens=24))
 
 
 def drafts(served: MemoryEngine) -> tuple[float, float]:
@@ -60,7 +60,7 @@ def drafts(served: MemoryEngine) -> tuple[float, float]:
 
 
 def test_ngrams(tmp_path: Path) -> None:
-    world = make_world(CHECKPOINT, tmp_path)
+    world = make_world(CHECKPOINT, tmp_path, with_merged=True)
     with drafting(world, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1) as served:
         check(served, prompts)
         drafted, accepted = drafts(served)
@@ -83,7 +83,7 @@ needs_triton = pytest.mark.skipif(
 def test_a_draft_model(tmp_path: Path) -> None:
     """Its layers are not touched: their numbers and those of the served model overlap."""
     draft = save_tiny_text_model(tmp_path / "draft", lambda **sizes: LlamaConfig(**TEXT_SIZES, **sizes), seed=5)
-    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts)
+    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts, with_merged=True)
     with drafting(world, method="draft_model", model=str(draft)) as served:
         check(served, text_prompts)
         drafted, accepted = drafts(served)
@@ -129,7 +129,7 @@ def save_eagle_head(folder: Path, method: str, vocabulary: int) -> Path:
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_an_eagle_head(method: str, tmp_path: Path) -> None:
     """It drafts from the hidden states of the pass with memory; its layer stands behind the model's, untouched."""
-    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts)
+    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts, with_merged=True)
     vocabulary = LlamaConfig.from_pretrained(tmp_path / "model").vocab_size
     head = save_eagle_head(tmp_path / "head", method, vocabulary)
     with drafting(world, method=method, model=str(head)) as served:

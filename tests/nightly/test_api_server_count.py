@@ -52,7 +52,7 @@ def running(
 ) -> Iterator[Running]:
     folder, (flags, environment) = tmp_path_factory.mktemp("several"), KINDS[request.param]
     kept = [f"--memory-state={folder / 'state'}"]
-    arguments = [str(world.model), "--served-model-name", "base", f"--memory=m={world.paths['sqrt']}", *kept]
+    arguments = [str(world.model), "--served-model-name", "base", f"--memory=m={world.paths['first']}", *kept]
     arguments += ["--memory-audit-answers", "--memory-root", str(folder), *FLAGS]
     arguments += ["--api-server-count", "2", *flags]
     with serving(arguments, folder / "log", {**ENVIRONMENT, **environment}) as url:
@@ -74,12 +74,12 @@ def test_answers_are_those_of_the_bundle_whichever_process_gives_them(running: R
     for number, prompt in enumerate(prompts(CLIENTS, seed=51)):
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
             answer = ask(client, "m", prompt, extra_body=TRACED)
-            assert deviation(world, answer, prompt, world.bundles["sqrt"]) <= TOLERANCE
+            assert deviation(world, answer, prompt, world.bundles["first"]) <= TOLERANCE
             if number % 2:
                 assert deviation(world, ask(client, "base", prompt), prompt, None) <= TOLERANCE
         for _ in range(4):  # each time another connection, of either process
             (found,) = trace_at(f"{running.url}/v1", answer.id).json()["traces"]
-            assert found["digest"] == trace_of(answer)["digest"] == world.bundles["sqrt"].digest
+            assert found["digest"] == trace_of(answer)["digest"] == world.bundles["first"].digest
     lines = httpx.get(f"{running.url}/metrics").text.splitlines()  # sums over both processes
     assert f'inducekv:decisions_total{{bundle="m",source="computed"}} {CLIENTS}.0' in lines
     engines = {line.partition('engine="')[2][:1] for line in lines if line.startswith("vllm:prompt_tokens_total{")}
@@ -88,7 +88,7 @@ def test_answers_are_those_of_the_bundle_whichever_process_gives_them(running: R
 
 def test_no_answer_is_of_an_older_version_than_one_before_it(running: Running, world: World) -> None:
     bundles = Bundles(running.url)
-    versions = [renamed(world.bundles["sqrt"], f"version-{number}") for number in range(VERSIONS)]
+    versions = [renamed(world.bundles["first"], f"version-{number}") for number in range(VERSIONS)]
     paths = [written(bundle, running.folder / f"{number}.safetensors") for number, bundle in enumerate(versions)]
     number_of = {bundle.digest: number for number, bundle in enumerate(versions)}
     assert bundles.load("m", paths[0], replace=True).is_success

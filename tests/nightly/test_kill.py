@@ -25,7 +25,7 @@ from tests.server.http import Bundles, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS, process_of
 
 pytestmark = pytest.mark.slow
-NAMES = ("sqrt", "prior", "other")
+NAMES = ("first", "second", "other")
 
 
 class Swapping:
@@ -62,7 +62,7 @@ class Swapping:
 
 
 def arguments(world: World, state: Path) -> list[str]:
-    root = ["--memory-root", str(world.paths["sqrt"].parent)]
+    root = ["--memory-root", str(world.paths["first"].parent)]
     return [str(world.model), "--served-model-name", "base", *root, "--memory-state", str(state), *FLAGS]
 
 

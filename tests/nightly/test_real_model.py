@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.real import model as real
 from benchmarks.server_process import serving
-from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.generation import score
@@ -92,13 +92,11 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> World:
     """The model with bundles of both forms."""
     model = installed_model()
     folder = tmp_path_factory.mktemp("smollm")
-    world = make_world(model, folder, num_entries=4, make_prompts=text_prompts)
+    world = make_world(model, folder, num_entries=4, make_prompts=text_prompts, with_merged=True)
     for activation in ACTIVATIONS:
-        merged = world.bundles["prior"]
+        merged = world.merged["prior"]
         bundle = as_decoupled(merged, activation, scale=1.0, map_rank=2, heads_per_kv_head=HEADS_PER_KV_HEAD)
-        name = f"from-{activation}"
-        world.bundles[name], world.paths[name] = bundle, folder / f"{name}.safetensors"
-        write_bundle(bundle, world.paths[name])
+        world.add(f"from-{activation}", bundle, folder)
     return world
 
 

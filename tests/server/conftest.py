@@ -43,7 +43,19 @@ def gated_bundle(
     world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Bundle, Path]:
     """Open for the first and third question; the file is there to load."""
-    bundle = parity.gated_bundle(world, questions, GATED_TASKS)
-    path = tmp_path_factory.mktemp("gated") / "gated.safetensors"
+    return written(parity.gated_bundle(world, questions, GATED_TASKS), tmp_path_factory.mktemp("gated"))
+
+
+@pytest.fixture(scope="session")
+def gated_merged_bundle(
+    world: World, questions: list[Prompt], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Bundle, Path]:
+    """The same, merged: which entries a request gets depends on its prompt."""
+    bundle = parity.gated_bundle(world, questions, GATED_TASKS, form="merged")
+    return written(bundle, tmp_path_factory.mktemp("gated"))
+
+
+def written(bundle: Bundle, folder: Path) -> tuple[Bundle, Path]:
+    path = folder / "gated.safetensors"
     write_bundle(bundle, path)
     return bundle, path

@@ -67,16 +67,16 @@ def save_adapter(model: Path, adapter: Path, merged: Path, seed: int = 0) -> Non
 
 
 def make_tiny_world(folder: Path) -> World:
-    return make_world(save_tiny_llava(folder / "model"), folder)
+    return make_world(save_tiny_llava(folder / "model"), folder, with_merged=True)
 
 
 @contextmanager
 def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
-    """Base URL of a server of the model "base" with the bundles "sqrt" and "prior"; "other" is left to load.
+    """Base URL of a server of the model "base" with the bundles "first" and "second"; others are left to load.
 
     It sends its spans to `collector`, and holds loads where a test wants it: see `HoldingWorker`.
     """
-    memory = [f"--memory={name}={world.paths[name]}" for name in ("sqrt", "prior")]
+    memory = [f"--memory={name}={world.paths[name]}" for name in ("first", "second")]
     root = ["--memory-page", "--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
     kept = [f"--memory-state={log.parent / STATE}", "--memory-audit-answers", "--otlp-traces-endpoint", collector]
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
@@ -94,7 +94,7 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     for name in ("plain", "with"):
         (folder / name).mkdir()
     plain, merged = make_world(model, folder / "plain"), make_world(folder / "merged", folder / "with")
-    bundle = remade(merged.bundles["prior"], adapter="style")
+    bundle = remade(merged.bundles["first"], adapter="style")
     write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
     memory = [f"--memory=m={folder / 'style.safetensors'}", "--memory-root", str(folder.parent)]

@@ -152,9 +152,9 @@ class TestServer:
         (tmp_path / "bad.safetensors").write_bytes(b"{}")
         assert bundles.load("logged", tmp_path / "bad.safetensors").status_code == 400
         with bundles.loaded("logged", world.paths["other"]):
-            assert bundles.load("logged", world.paths["sqrt"], replace=True).status_code == 200
-        httpx.post(f"{bundles.url}/v1/unload_memory_bundle", json={"name": "sqrt"})
-        before, after = world.bundles["other"].digest, world.bundles["sqrt"].digest
+            assert bundles.load("logged", world.paths["first"], replace=True).status_code == 200
+        httpx.post(f"{bundles.url}/v1/unload_memory_bundle", json={"name": "first"})
+        before, after = world.bundles["other"].digest, world.bundles["first"].digest
         wait_until(lambda: f"memory of digest {before} released" in log.read_text())  # it is erased in the background
         lines = log.read_text().splitlines()
         for level, line in (
@@ -169,12 +169,12 @@ class TestServer:
 
     def test_a_trace_belongs_to_the_key_that_asked(self, server: str, client: openai.OpenAI) -> None:
         (prompt,) = prompts(1, seed=61)
-        untraced = ask(client, "sqrt", prompt)
+        untraced = ask(client, "first", prompt)
         assert (untraced.model_extra or {}).get("kv_transfer_params") is None
         assert trace_at(f"{server}/v1", untraced.id).status_code == 404
         with client.with_options(api_key="alice") as alice, client.with_options(api_key="bob") as bob:
             named = {"extra_headers": {"X-Request-Id": "mine"}, "extra_body": TRACED}
-            of_alice, of_bob = (ask(each, "sqrt", prompt, **named) for each in (alice, bob))
+            of_alice, of_bob = (ask(each, "first", prompt, **named) for each in (alice, bob))
         assert of_alice.id == of_bob.id
         url = f"{server}/v1"
         for key, response in (("alice", of_alice), ("bob", of_bob)):
@@ -186,7 +186,7 @@ class TestServer:
     def test_invocations_run_with_the_bundle_they_name(self, server: str, client: openai.OpenAI) -> None:
         (prompt,) = prompts(1, seed=62)
         body = {"messages": prompt.messages, "max_tokens": 4, "temperature": 0, "logprobs": True}
-        for model, status in (("sqrt", 200), ("base", 200), ("nobody", 404)):
+        for model, status in (("first", 200), ("base", 200), ("nobody", 404)):
             response = httpx.post(f"{server}/invocations", json={"model": model, **body}, timeout=300)
             assert response.status_code == status, response.text
             if status == 200:

@@ -22,12 +22,12 @@ SLOW: dict[str, Any] = {"n": 4, "temperature": 1.0, "seed": 1, "max_tokens": 150
 
 def test_the_list_has_what_is_loaded(bundles: Bundles, world: World) -> None:
     cards = bundles.cards()
-    assert cards.keys() == {"sqrt", "prior"}
-    card, bundle = cards["sqrt"], world.bundles["sqrt"]
+    assert cards.keys() == {"first", "second"}
+    card, bundle = cards["first"], world.bundles["first"]
     assert card["digest"] == bundle.digest
     assert (card["entries"], card["budget"], card["payload_tokens"]) == (12, 12, 6)
-    assert card["tasks"] == {"sqrt": 12}
-    assert card["file_bytes"] == world.paths["sqrt"].stat().st_size
+    assert card["tasks"] == {"t": 12}
+    assert card["file_bytes"] == world.paths["first"].stat().st_size
     assert card["resident_bytes"] > 0
     assert card["active_requests"] == 0
 
@@ -51,10 +51,10 @@ def test_a_replaced_file_of_the_same_name_and_path_is_never_stale(
 ) -> None:
     """Neither keys, nor prefix blocks, nor resident pages of the old content answer for the new one."""
     path = tmp_path / "m.safetensors"
-    shutil.copy(world.paths["sqrt"], path)
+    shutil.copy(world.paths["first"], path)
     (prompt,) = prompts(1, seed=13)
     with bundles.loaded("m", path):
-        for name in ("sqrt", "other", "prior", "other"):
+        for name in ("first", "other", "second", "other"):
             shutil.copy(world.paths[name], path)
             assert bundles.load("m", path, replace=True).status_code == 200
             response = ask(client, "m", prompt, extra_body=TRACED)
@@ -66,11 +66,11 @@ def test_a_request_ends_on_the_bundle_it_began_with(bundles: Bundles, client: op
     questions = prompts(4, seed=14)
     with bundles.loaded("moving", world.paths["other"]):
         streams = [ask(client, "moving", prompt, stream=True, **SLOW, extra_body=TRACED) for prompt in questions]
-        assert bundles.load("moving", world.paths["sqrt"], replace=True).status_code == 200
+        assert bundles.load("moving", world.paths["first"], replace=True).status_code == 200
         late = ask(client, "moving", questions[0], extra_body=TRACED)
         received = [list(stream) for stream in streams]
 
-        assert trace_of(late)["digest"] == world.bundles["sqrt"].digest
+        assert trace_of(late)["digest"] == world.bundles["first"].digest
         for prompt, parts in zip(questions, received, strict=True):
             (trace,) = trace_at(str(client.base_url), parts[0].id).json()["traces"]
             assert trace["digest"] == world.bundles["other"].digest
@@ -81,7 +81,7 @@ def test_a_request_ends_on_the_bundle_it_began_with(bundles: Bundles, client: op
 
 def test_a_request_may_be_pinned_to_a_version(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
     (prompt,) = prompts(1, seed=18)
-    digests = {name: world.bundles[name].digest for name in ("other", "sqrt")}
+    digests = {name: world.bundles[name].digest for name in ("other", "first")}
     with bundles.loaded("pinned", world.paths["other"]):
         for model in (f"pinned@{digests['other']}", f"pinned@{digests['other'][:12]}"):
             response = ask(client, model, prompt, extra_body=TRACED)
@@ -92,11 +92,11 @@ def test_a_request_may_be_pinned_to_a_version(bundles: Bundles, client: openai.O
         assert not any("@" in model.id for model in client.models.list())
         begun = ask(client, f"pinned@{digests['other']}", prompt, stream=True, **SLOW)
         next(begun)
-        assert bundles.load("pinned", world.paths["sqrt"], replace=True).status_code == 200
-        for model in (f"pinned@{digests['other']}", "pinned@0123456789ab", f"pinned@{digests['sqrt'][:11]}"):
+        assert bundles.load("pinned", world.paths["first"], replace=True).status_code == 200
+        for model in (f"pinned@{digests['other']}", "pinned@0123456789ab", f"pinned@{digests['first'][:11]}"):
             with pytest.raises(openai.NotFoundError):
                 ask(client, model, prompt)
-        late = ask(client, f"pinned@{digests['sqrt']}", prompt, extra_body=TRACED)
+        late = ask(client, f"pinned@{digests['first']}", prompt, extra_body=TRACED)
         assert trace_of(late)["bundle"] == "pinned"
         assert {choice.finish_reason for part in begun for choice in part.choices} == {None, "length"}
 
@@ -118,7 +118,7 @@ class TestRefusals:
         before = bundles.list()
         yield
         assert bundles.list() == before
-        assert ask(client, "sqrt", prompts(1, seed=16)[0]).choices
+        assert ask(client, "first", prompts(1, seed=16)[0]).choices
 
     def refused(self, response: httpx.Response, message: str, status: int = 400) -> None:
         assert response.status_code == status, response.text
@@ -129,14 +129,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("sqrt", "loaded already"),
+            ("first", "loaded already"),
             ("base", "taken by the served model"),
             ("image", "kind of message content"),
             ("Text", "kind of message content"),
             ("", "at most 128"),
             ("a name", "at most 128"),
             ("x" * 129, "at most 128"),
-            ("sqrt@0123456789ab", "pinned to a version"),
+            ("first@0123456789ab", "pinned to a version"),
         ],
     )
     def test_of_names(self, bundles: Bundles, world: World, name: str, message: str) -> None:
@@ -163,7 +163,7 @@ class TestRefusals:
     ) -> None:
         path = tmp_path / "damaged.safetensors"
         path.write_bytes(damage(world.paths["other"].read_bytes()))
-        name = "sqrt" if replacing else "new"
+        name = "first" if replacing else "new"
         self.refused(bundles.load(name, path, replace=replacing), message)
 
     def test_of_another_backbone(self, bundles: Bundles, tmp_path: Path) -> None:

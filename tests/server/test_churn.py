@@ -19,7 +19,7 @@ from tests.server.launch import ADMIN_KEY
 
 pytestmark = pytest.mark.anyio
 
-KEPT, CHANGED = ("sqrt", "prior"), ("replaced", "reloaded")
+KEPT, CHANGED = ("first", "second"), ("replaced", "reloaded")
 WARM_UP, REQUESTS, CONCURRENCY = 32, 160, 32
 
 
@@ -27,7 +27,7 @@ async def test_answers_are_right_while_bundles_change_and_nothing_is_left(
     server: str, bundles: Bundles, world: World, tmp_path: Path
 ) -> None:
     questions = [prompt.messages for prompt in prompts(6, seed=31)]
-    sqrt, prior, other = (world.bundles[name].digest for name in (*KEPT, "other"))
+    first, second, other = (world.bundles[name].digest for name in (*KEPT, "other"))
     paths = {world.bundles[name].digest: Path(world.paths[name]) for name in (*KEPT, "other")}
     values = world.bundles["other"].payload_values.clone()
     values[:, ::3] *= 0.875  # a later version: it shares the other entries
@@ -39,12 +39,12 @@ async def test_answers_are_right_while_bundles_change_and_nothing_is_left(
     async with httpx.AsyncClient(base_url=server, timeout=600, limits=limits) as client:
         admin = Admin(client, ADMIN_KEY, paths)
         began = time.monotonic()
-        for name, content in zip(KEPT, (sqrt, prior), strict=True):
+        for name, content in zip(KEPT, (first, second), strict=True):
             admin.names.spans[name] = [Span(content, asked=began, there=began)]
         used = await in_use(client)
         for name, content in zip(CHANGED, (other, later), strict=True):
             await admin.load(name, content)
-        alone = {BASE: BASE, "sqrt": sqrt, "prior": prior, "replaced": other, "reloaded": later}
+        alone = {BASE: BASE, "first": first, "second": second, "replaced": other, "reloaded": later}
         references = await ask_alone(client, questions, alone)
         crowd = Crowd(client, questions, (BASE, *KEPT, *CHANGED), admin.names, references, Verdicts())
         await crowd.ask(WARM_UP, CONCURRENCY, seed=1)
@@ -52,7 +52,7 @@ async def test_answers_are_right_while_bundles_change_and_nothing_is_left(
         before, preempted, loads = await held_at_rest(server), preemptions(server), admin.loads
 
         replacing = admin.keep_replacing("replaced", [later, other], 0.2)
-        reloading = admin.keep_replacing("reloaded", [sqrt, later], 0.4, unload=True)
+        reloading = admin.keep_replacing("reloaded", [first, later], 0.4, unload=True)
         async with meanwhile(replacing, reloading):
             await crowd.ask(REQUESTS, CONCURRENCY, seed=2)
 

@@ -73,7 +73,7 @@ def test_nothing_of_a_forgotten_entry_is_left(
         files = [path.read_bytes() for path in server_folder.rglob("*") if path.is_file()]
         return {name for name, pattern in sought.items() if any(pattern in content for content in files)}
 
-    whole = remade(world.bundles["other"], **marked(world.bundles["other"]))
+    whole = remade(world.merged["other"], **marked(world.merged["other"]))
     after = without_entries(whole, [GONE])
     write_bundle(whole, tmp_path / "whole.safetensors")
     write_bundle(after, tmp_path / "after.safetensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -14,10 +13,10 @@ from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logpro
 from tests.server.launch import GATED_TASKS
 
 
-@pytest.fixture(scope="module")
-def gated(bundles: Bundles, gated_bundle: tuple[Bundle, Path]) -> Iterator[Bundle]:
+@pytest.fixture(scope="module", params=["gated_bundle", "gated_merged_bundle"], ids=["default", "merged"])
+def gated(bundles: Bundles, request: pytest.FixtureRequest) -> Iterator[Bundle]:
     """Served as "gated"."""
-    bundle, path = gated_bundle
+    bundle, path = request.getfixturevalue(request.param)
     with bundles.loaded("gated", path):
         yield bundle
 
@@ -56,8 +55,9 @@ def test_a_closed_gate_answers_as_the_base_model_that_has_seen_the_prompt(
 def test_options_are_checked_and_kept_from_the_engine_where_the_gate_is_closed(
     client: openai.OpenAI, gated: Bundle, questions: list[Prompt]
 ) -> None:
+    chosen = 2 if gated.metadata.form == "merged" else 6  # uniform memory is all of a task's
     for prompt in questions[:2]:
         response = ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": 2}})
-        assert len(trace_of(response)["entries"]) == (2 if trace_of(response)["gate"]["open"] else 0)
+        assert len(trace_of(response)["entries"]) == (chosen if trace_of(response)["gate"]["open"] else 0)
         with pytest.raises(openai.BadRequestError, match="inducekv_unknown"):
             ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_unknown": 1}})

@@ -17,7 +17,7 @@ from tests.server.http import TRACED, Bundles, ask, preemptions, tokens_and_logp
 
 pytestmark = pytest.mark.anyio
 
-MODELS = ("base", "sqrt", "prior", "moving")
+MODELS = ("base", "first", "second", "moving")
 NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 4, 24
 NUM_KEEPERS = 4
 Job = tuple[str, int]  # the model and the number of the prompt
@@ -36,7 +36,7 @@ async def crowd(server: str) -> AsyncIterator[openai.AsyncOpenAI]:
 async def test_each_answer_is_the_requests_own(
     server: str, bundles: Bundles, client: openai.OpenAI, crowd: openai.AsyncOpenAI, world: World
 ) -> None:
-    """The name "moving" stands for "other" first, and is given to "prior" while requests run."""
+    """The name "moving" stands for "other" first, and is given to "second" while requests run."""
     questions, leaving = prompts(NUM_PROMPTS, seed=21), prompts(NUM_PROMPTS, seed=22)
     jobs = [(model, i) for model in MODELS for i in range(NUM_PROMPTS)] * REPEATS
     random.Random(0).shuffle(jobs)
@@ -71,7 +71,7 @@ async def test_each_answer_is_the_requests_own(
         hang_ups = asyncio.gather(*(leaves(MODELS[i % 4], i) for i in range(NUM_PROMPTS)))
         moved = [task for task, (model, _) in zip(first, jobs, strict=False) if model == "moving"]
         await asyncio.wait(moved, return_when=asyncio.FIRST_COMPLETED)
-        loaded = await asyncio.to_thread(bundles.load, "moving", world.paths["prior"], replace=True)
+        loaded = await asyncio.to_thread(bundles.load, "moving", world.paths["second"], replace=True)
         replaced.set()
         assert loaded.status_code == 200, loaded.text
         second = [asyncio.create_task(answered(*job)) for job in jobs[half:]]
@@ -87,12 +87,12 @@ async def test_each_answer_is_the_requests_own(
 
     alone: dict[Job, tuple[list[int], list[float]]] = {}
     with bundles.loaded("before", world.paths["other"]):
-        for model in ("base", "sqrt", "prior", "before"):
+        for model in ("base", "first", "second", "before"):
             for index, prompt in enumerate(questions):
                 alone[model, index] = tokens_and_logprobs(ask(client, model, prompt, max_tokens=NUM_TOKENS))
     assert len({tuple(tokens) for tokens, _ in alone.values()}) > len(alone) // 2  # answers do differ
 
-    versions = {world.bundles[name].digest: name for name in ("other", "prior")}
+    versions = {world.bundles[name].digest: name for name in ("other", "second")}
     used = set()
     assert len(answers) >= len(jobs) + NUM_KEEPERS
     for (model, index), response in answers:
@@ -104,10 +104,10 @@ async def test_each_answer_is_the_requests_own(
             if model == "moving":
                 version = versions[trace["digest"]]
                 used.add(version)
-                expected = "before" if version == "other" else "prior"
+                expected = "before" if version == "other" else "second"
             else:
                 assert trace["digest"] == world.bundles[model].digest
         tokens, logprobs = tokens_and_logprobs(response)
         assert tokens == alone[expected, index][0]
         assert logprobs == pytest.approx(alone[expected, index][1], abs=TOLERANCE)
-    assert used == {"other", "prior"}
+    assert used == {"other", "second"}

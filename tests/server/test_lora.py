@@ -49,7 +49,7 @@ def test_behind_a_closed_gate_is_the_model_with_the_adapter(adapted: Adapted, tm
 
 def test_a_bundle_that_names_no_adapter_runs_without_one(adapted: Adapted) -> None:
     with (
-        Bundles(adapted.url).loaded("n", adapted.plain.paths["sqrt"]),
+        Bundles(adapted.url).loaded("n", adapted.plain.paths["first"]),
         openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client,
         ThreadPoolExecutor(8) as pool,
     ):
@@ -57,7 +57,7 @@ def test_a_bundle_that_names_no_adapter_runs_without_one(adapted: Adapted) -> No
         responses = pool.map(lambda case: ask(client, *case), cases)
         for (name, prompt), response in zip(cases, responses, strict=True):
             world = adapted.merged if name == "style" else adapted.plain
-            bundle = adapted.plain.bundles["sqrt"] if name == "n" else None
+            bundle = adapted.plain.bundles["first"] if name == "n" else None
             assert deviation(world, response, prompt, bundle) <= TOLERANCE
 
 
@@ -68,6 +68,6 @@ def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted,
     models: Any = SimpleNamespace(lora_requests={})
     state = ServerState(tmp_path / "state", keeps_bundles=False)
     registry = BundleRegistry(client, models, adapted.bundle.metadata.backbone, state)
-    memory = Memory.from_bundle(adapted.plain.bundles["sqrt"], str(adapted.plain.paths["sqrt"]))
+    memory = Memory.from_bundle(adapted.plain.bundles["first"], str(adapted.plain.paths["first"]))
     with pytest.raises(UnsupportedModel, match="names no adapter"):
         registry._check_adapters("n", memory)

@@ -21,7 +21,7 @@ QUESTIONS = 30
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    arguments = server_arguments(CHECKPOINT, BUNDLE)
+    arguments = [*server_arguments(CHECKPOINT, BUNDLE), "--enforce-eager"]  # compilation would take a minute
     with served(CHECKPOINT, BUNDLE, arguments, Console(file=io.StringIO())) as found:
         yield found
 

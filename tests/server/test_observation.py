@@ -42,11 +42,11 @@ class TestMetrics:
         server: str,
         client: openai.OpenAI,
         bundles: Bundles,
-        gated_bundle: tuple[Bundle, Path],
+        gated_merged_bundle: tuple[Bundle, Path],
         questions: list[Prompt],
     ) -> None:
         observer = client.with_options(api_key="observer")  # whose decisions are not cached
-        with bundles.loaded("observed", gated_bundle[1]):
+        with bundles.loaded("observed", gated_merged_bundle[1]):
             fresh = Metrics(server)
             for gate, task in (("open", "a"), ("open", "b"), ("outside", ""), ("below_threshold", "")):
                 assert fresh("requests_total", bundle="observed", gate=gate, task=task) == 0
@@ -88,13 +88,13 @@ class TestMetrics:
             assert grown(loaded, "pool_used_bytes") == card["resident_bytes"]
             assert loaded("pool_used_bytes") < loaded("pool_bytes") == before("pool_bytes")
             assert grown(loaded, "changes_total", change="load", outcome="done") == 1
-            assert bundles.load("observed", world.paths["prior"]).status_code == 400
-            assert bundles.load("observed", world.paths["prior"], replace=True).status_code == 200
+            assert bundles.load("observed", world.paths["second"]).status_code == 400
+            assert bundles.load("observed", world.paths["second"], replace=True).status_code == 200
             bundles.wait_until_drained()
             replaced = Metrics(server)
             assert replaced("bundle_info", bundle="observed") == 1  # there is one
-            assert replaced("bundle_info", digest=world.bundles["prior"].digest, bundle="observed") == 1
-            assert grown(replaced, "pool_used_bytes") == 0  # "prior" is resident once
+            assert replaced("bundle_info", digest=world.bundles["second"].digest, bundle="observed") == 1
+            assert grown(replaced, "pool_used_bytes") == 0  # "second" is resident once
             assert grown(replaced, "changes_total", change="load", outcome="refused") == 1
             assert grown(replaced, "change_seconds_count", change="load") == 2
         after = Metrics(server)
@@ -119,13 +119,13 @@ class TestMetrics:
 class TestState:
     def test_over_http(self, server: str, bundles: Bundles, tmp_path: Path) -> None:
         url = f"{server}/v1/memory_bundles"
-        detail = httpx.get(f"{url}/sqrt", headers=bundles.headers).json()
+        detail = httpx.get(f"{url}/first", headers=bundles.headers).json()
         assert detail["state"] == "ready"
-        assert detail["bundle"] == bundles.cards()["sqrt"]
-        assert httpx.get(f"{url}/sqrt").json()["bundle"]["path"] is None
-        assert httpx.get(f"{url}/sqrt", params={"state": "ready"}).status_code == 200
-        assert httpx.get(f"{url}/sqrt", params={"state": "loading"}).status_code == 404
-        assert httpx.get(f"{url}/sqrt", params={"state": "?"}).status_code == 400
+        assert detail["bundle"] == bundles.cards()["first"]
+        assert httpx.get(f"{url}/first").json()["bundle"]["path"] is None
+        assert httpx.get(f"{url}/first", params={"state": "ready"}).status_code == 200
+        assert httpx.get(f"{url}/first", params={"state": "loading"}).status_code == 404
+        assert httpx.get(f"{url}/first", params={"state": "?"}).status_code == 400
         name = "team/odd:name@1"
         assert bundles.load(name, tmp_path / "nothing.safetensors").status_code == 400
         failed = httpx.get(f"{url}/{name}", headers=bundles.headers).json()
@@ -138,7 +138,7 @@ class TestState:
 
 def test_a_model_is_retrieved_by_name(client: openai.OpenAI, bundles: Bundles, world: World) -> None:
     listed = {model.id: model for model in client.models.list()}
-    for name in ("base", "sqrt"):
+    for name in ("base", "first"):
         model = client.models.retrieve(name)
         assert (model.id, model.object, model.owned_by) == (name, "model", listed[name].owned_by)
         assert model.model_extra["root"] == listed[name].model_extra["root"]  # type: ignore[index]

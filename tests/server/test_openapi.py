@@ -18,7 +18,8 @@ from server.schemas import MemoryFailure
 from tests.server.http import Bundles
 from tests.server.launch import ADMIN_KEY
 
-EXAMPLES = 25  # of each route and kind of client
+# Of each route and kind of client.
+EXAMPLES = (8, pytest.param(50, marks=pytest.mark.slow))
 CHANGES = [f"/v1/{change}" for change in ("load_memory_bundle", "rollback_memory_bundle", "unload_memory_bundle")]
 CHANGES.append("/v1/forget_memory_versions")
 FACTS = ["/v1/memory_bundles/{name}/examples", "/v1/memory_bundles/{name}/examples/{example_id}"]
@@ -56,10 +57,11 @@ def cases(operation: Any, mode: GenerationMode) -> Any:
     return operation.as_strategy(generation_mode=mode)
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("key", [ADMIN_KEY, None], ids=["admin", "stranger"])
 def test_no_request_gets_a_5xx_or_an_undocumented_status(
-    server: str, bundles: Bundles, key: str | None, mode: GenerationMode
+    server: str, bundles: Bundles, key: str | None, mode: GenerationMode, examples: int
 ) -> None:
     """What is loaded stays as it is: no path that is made up holds a bundle, and no name that is made up is loaded.
 
@@ -74,7 +76,7 @@ def test_no_request_gets_a_5xx_or_an_undocumented_status(
             continue
 
         @hypothesis.settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             deadline=None,
             derandomize=True,
             database=None,

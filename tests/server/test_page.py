@@ -143,7 +143,7 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
             buttons = f"[...document.querySelectorAll('{of} button')]"
             page.run(f"{buttons}.find(b => b.innerText.startsWith({json.dumps(label)})).click()")
 
-        page.wait_for(f"{text('bundles')}.includes('sqrt')")
+        page.wait_for(f"{text('bundles')}.includes('first')")
         assert "shown to the admin" in page.run(text("decisions"))
         page.run("document.getElementById('admin').focus()")
         page.send("Input.insertText", text=ADMIN_KEY)

@@ -109,12 +109,12 @@ async def test_a_worker_that_refuses_leaves_everything_as_it_was(
     """The file changes after the server has checked it and before the worker reads it."""
     path = tmp_path / "m.safetensors"
     shutil.copy(registered.world.paths["other"], path)
-    await registered.load("m", "prior")
+    await registered.load("m", "second")
     read = registered.registry._reader._read
 
     def read_and_change(name: str, path: str, *options: Any) -> Any:
         checked = read(name, path, *options)
-        shutil.copy(registered.world.paths["sqrt"], path)
+        shutil.copy(registered.world.paths["first"], path)
         return checked
 
     monkeypatch.setattr(registered.registry._reader, "_read", read_and_change)
@@ -152,7 +152,7 @@ class TestLimits:
         await registered.load("m", "other")
         with pytest.raises(CapacityError, match="1 bundles are loaded, and no more are allowed"):
             await registered.load("n", "other")
-        await registered.load("m", "prior", replace=True)
+        await registered.load("m", "second", replace=True)
 
     async def test_of_bytes(self, registered: Registered) -> None:
         self.limited(registered, max_bundle_bytes=1000)
@@ -183,19 +183,19 @@ class TestLimits:
 
 
 async def test_a_running_request_keeps_its_version_through_a_rollback(registered: Registered) -> None:
-    for content in ("other", "prior"):
+    for content in ("other", "second"):
         await registered.load("m", content, replace=True)
     old = registered.stream("m", await registered.render(seed=71), max_tokens=50)
     await anext(old)  # it now waits until it is iterated again
-    card = await registered.registry.rollback("m", expected_digest=registered.digest("prior"))
+    card = await registered.registry.rollback("m", expected_digest=registered.digest("second"))
     assert card.digest == registered.digest("other")
     (draining,) = registered.registry.shown().draining
-    assert (draining.digest, draining.active_requests) == (registered.digest("prior"), 1)
-    assert {registered.digest("other"), registered.digest("prior")} <= await registered.resident()
+    assert (draining.digest, draining.active_requests) == (registered.digest("second"), 1)
+    assert {registered.digest("other"), registered.digest("second")} <= await registered.resident()
     new = await last(registered.stream("m", await registered.render(seed=71)))
     assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
-    assert (await last(old)).kv_transfer_params["inducekv"]["digest"] == registered.digest("prior")
-    assert registered.digest("prior") not in await registered.released()
+    assert (await last(old)).kv_transfer_params["inducekv"]["digest"] == registered.digest("second")
+    assert registered.digest("second") not in await registered.released()
 
 
 async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(

@@ -86,9 +86,9 @@ def stop(world: World, url: str, *, drains: bool) -> Stopped:
     held = held_file(late)
     server = psutil.Process(processes_of(url)[0])
     with ThreadPoolExecutor() as pool:
-        streams = [Stream(model) for model in ("sqrt", "base") * STREAMS]
+        streams = [Stream(model) for model in ("first", "base") * STREAMS]
         reading = [pool.submit(s.read, url, p) for s, p in zip(streams, prompts(2 * STREAMS, seed=41), strict=True)]
-        wait_until(lambda: any(s.tokens > 5 for s in streams if s.model == "sqrt"), 4 * SECONDS)
+        wait_until(lambda: any(s.tokens > 5 for s in streams if s.model == "first"), 4 * SECONDS)
         load = pool.submit(Bundles(url).load, "late", late)
         wait_until(held.exists, 4 * SECONDS)
         begun = [stream.tokens > 0 for stream in streams]
@@ -114,7 +114,7 @@ def test_without_a_timeout_streams_end_where_they_are_and_the_load_is_refused(se
 
 @pytest.mark.slow
 def test_with_a_timeout_what_has_begun_is_done(world: World, tmp_path: Path) -> None:
-    arguments = [str(world.model), f"--memory=sqrt={world.paths['sqrt']}", *FLAGS, "--served-model-name", "base"]
+    arguments = [str(world.model), f"--memory=first={world.paths['first']}", *FLAGS, "--served-model-name", "base"]
     arguments += ["--memory-root", str(tmp_path.parents[1]), "--worker-cls", "tests.server.ranks.HoldingWorker"]
     arguments += ["--shutdown-timeout", "120"]
     with serving(arguments, tmp_path / "log", {**ENVIRONMENT, **FEWER_PROCESSES}) as url:

@@ -112,10 +112,10 @@ def test_the_list(server: str) -> None:
 def test_a_bundle_of_the_selector_is_taught_further(server: str, world: World) -> None:
     """Its memory stays as it is."""
     teacher = Teacher(server, "further")
-    with teacher.loaded("further", world.paths["prior"]):
+    with teacher.loaded("further", world.paths["second"]):
         assert teacher.teach(*map(example, CITIES)).status_code == 200
         card = teacher.cards()["further"]
-        assert (card["entries"], card["facts"]) == (world.bundles["prior"].num_entries, 10)
+        assert (card["entries"], card["facts"]) == (world.bundles["second"].num_entries, 10)
         content, facts = teacher.answer(asked("Oslo"))
         assert (content, facts) == ("olsO", ["Oslo"])
 
