@@ -119,7 +119,10 @@ class MemoryWorker(Worker):
         self.pool = MemoryPool(shape, dtype, self._device)
         logger.info(
             "memory pool: %d tokens (%d entries of %d), %.1f MiB",
-            *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(dtype) / 2**20),
+            shape.num_tokens,
+            shape.entries,
+            ENTRY_TOKENS,
+            shape.nbytes(dtype) / 2**20,
         )
         slots = Slots(num_slots, lambda memory: self.attention.fill(memory))
         self.requests = WorkerRequests(slots, self.resident.__getitem__, self.resident.release)
