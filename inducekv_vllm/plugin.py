@@ -10,12 +10,12 @@ from packaging.specifiers import SpecifierSet
 from . import SUPPORTED_VLLM
 from .errors import UnsupportedModel
 
-CPU_BACKEND = "inducekv_vllm.attention.backend.InduceKVCPUBackend"
+CPU_BACKEND = "inducekv_vllm.attention.merged.cpu_backend.InduceKVCPUBackend"
 # `make compat` sets it, to find out which versions the range may hold.
 ANY_VERSION_VARIABLE = "INDUCEKV_ANY_VLLM"
 WARNED_VARIABLE = "INDUCEKV_WARNED_OF_VLLM"  # the version, once somebody was told of it
 MODELS = {"LLaVAOneVision1_5_ForConditionalGeneration": "inducekv_vllm.models.llava_onevision1_5_vllm"}
-FLASH_BACKEND = "inducekv_vllm.attention.flash.InduceKVFlashBackend"
+FLASH_BACKEND = "inducekv_vllm.attention.merged.flash.InduceKVFlashBackend"
 
 
 def register() -> None:
@@ -83,5 +83,6 @@ def check_vllm_version(installed: str) -> None:
     os.environ[WARNED_VARIABLE] = installed  # for the processes that this one starts
     logger_of(__name__).warning(
         "vLLM %s is newer than the versions that InduceKV was tried with (%s): all that it needs of it is there",
-        *(installed, SUPPORTED_VLLM),
+        installed,
+        SUPPORTED_VLLM,
     )

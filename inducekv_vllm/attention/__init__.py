@@ -2,21 +2,18 @@
 
     memory_attention.py  what a worker asks of its platform's memory attention
     attach.py         lets memory act on the output of any backend
-    cpu_memory.py     on the CPU: the two below
-    backend.py        vLLM's CPU backend, plus merged memory for rows that have it
+    cpu_memory.py     on the CPU: merged memory in vLLM's backend, decoupled memory around it
     decoupled.py      decoupled memory around any backend
-    cpu.py            memory attention on the CPU, and the log-sum-exp of self-attention
+    cpu_ops.py        what both share on the CPU
     kernel_memory.py  on a GPU: a launch of the kernels after each layer's self-attention
     kernel_step.py    the rows of a step as a launch, and the buffers in which CUDA graphs find them
-    flash.py          vLLM's FlashAttention backend, which also gives its log-sum-exp
-    merge.py          merges self-attention and memory attention into one softmax
     pool.py           the resident pool of all bundles' keys, values and maps
     ranges.py         contiguous ranges of the pool, by first fit
     resident_bundle.py  a bundle in the pool, shared by all requests
     kernel_tables.py  what every slot reads, as tensors that the GPU kernels know
     slots.py          what one memory is read from, by all requests that have it
     rows.py           the rows of a step that memory acts on
-    step.py           the rows with merged memory, as the CPU attends to them
+    merged/           merged memory: backends, CPU attention, one softmax of two parts
     kernels/          memory attention on GPUs, in Triton
 
 Shapes: n requests, R rows (query tokens) of a request, H query heads, J KV heads, G = H / J, D head size,

@@ -1,4 +1,9 @@
-"""Lets memory act on the output of any attention backend: its implementation adds the running step's memory."""
+"""Lets memory act on the output of any attention backend: its implementation adds the running step's memory.
+
+vLLM makes a layer's implementation of the class that its backend names, and calls it directly: there is no hook behind
+self-attention. A backend of our own would have to be written for each of vLLM's. So `attach` changes the class of the
+finished implementation to a subclass of its own one, which works for any backend and for those of plugins.
+"""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..errors import UnsupportedModel
 from ..host.logs import logger_of
 from ..host.requirements import check_merged
-from .backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_layout
-from .cpu import packed_values
+from .cpu_ops import packed_values
 from .decoupled import DecoupledStep, active_rows
 from .memory_attention import attach_to_decoders, dtype_of
+from .merged.cpu_backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_layout
 from .rows import ActingRows, HasMemory, acting_rows
 from .slots import RequestMemory
 

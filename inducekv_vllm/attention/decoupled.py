@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .cpu import fused_attention
-from .merge import finite_or, is_finite
+from .cpu_ops import finite_or, fused_attention, is_finite
 from .resident_bundle import LayerMemory
 from .rows import ActingRows
 from .slots import RequestMemory

@@ -1,7 +1,7 @@
 """Memory attention of a GPU worker: one launch of the kernels after each layer's self-attention.
 
 Decoupled memory works around any attention backend. Merged memory needs the log-sum-exp of self-attention, which
-FlashAttention gives (`flash.py`).
+FlashAttention gives (`merged/flash.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -33,19 +32,19 @@ from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, StoredFacts
-from ..bundle import BackboneFingerprint, Bundle, check_magnitudes, read_bundle
+from ..bundle import BackboneFingerprint, read_bundle
 from ..engine.gate_log import GateLog
-from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
-from ..facts.pictures import LAYER
+from ..errors import CapacityError, InduceKVError
 from ..host.config import InduceKVConfig
 from ..host.device import Device, device_of
 from ..host.logs import logger_of
-from ..host.requirements import check_engine, check_maps
+from ..host.requirements import check_engine
 from ..host.runner import RunnerTables, StepRows, follow_runner
 from .answering import register
 from .cached_values import CachedValues
 from .decisions import Deciding, Decisions
 from .prompts import PromptReader
+from .refusals import check_bundle
 from .requests import WorkerRequests
 from .resident import ResidentBundles
 
@@ -119,7 +118,10 @@ class MemoryWorker(Worker):
         self.pool = MemoryPool(shape, dtype, self._device)
         logger.info(
             "memory pool: %d tokens (%d entries of %d), %.1f MiB",
-            *(shape.num_tokens, shape.entries, ENTRY_TOKENS, shape.nbytes(dtype) / 2**20),
+            shape.num_tokens,
+            shape.entries,
+            ENTRY_TOKENS,
+            shape.nbytes(dtype) / 2**20,
         )
         slots = Slots(num_slots, lambda memory: self.attention.fill(memory))
         self.requests = WorkerRequests(slots, self.resident.__getitem__, self.resident.release)
@@ -237,7 +239,7 @@ class MemoryWorker(Worker):
     def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
         """Read and check a bundle, and copy it to the pool; runs in a thread."""
         bundle = read_bundle(path, backbone=self._backbone)
-        self._check(bundle, path, digest)
+        check_bundle(bundle, path, digest, self.vllm_config, self.attention, self.cached_values)
         is_first = get_tensor_model_parallel_rank() == 0
         facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None
         marks = self._fact_reader.marks if bundle.metadata.has_pictures else None
@@ -246,24 +248,6 @@ class MemoryWorker(Worker):
             size = bundle.metadata.backbone.head_dim
             gate = ResidentGate.load(bundle.gate, heads, size, self._is_first_of_heads(), self._device)
         return replace(self.pool.store(bundle, heads, gate), facts=facts, picture_marks=marks)
-
-    def _check(self, bundle: Bundle, path: str, digest: str) -> None:
-        """Refuse another content than the API process has read, and what this engine cannot do."""
-        if bundle.digest != digest:
-            raise BundleError(f"{path} changed while it was loaded: expected digest {digest}, found {bundle.digest}")
-        check_magnitudes(bundle, dtype_of(self.model_config), path)
-        if self.attention.most_entries is not None:
-            check_most_entries(bundle, self.attention.most_entries)
-        if bundle.metadata.form == "merged" and self.attention.merged_refusal is not None:
-            raise self.attention.merged_refusal
-        if bundle.metadata.output_map is not None:
-            check_maps(bundle.metadata.output_map, self.model_config, self.parallel_config)
-        if bundle.metadata.gate is not None:
-            self.cached_values.check(bundle.metadata.gate.layers)
-        if bundle.metadata.has_pictures and (reason := self.cached_values.refusal(LAYER)) is not None:
-            raise UnsupportedModel(f"facts with pictures need the values of layer {LAYER}: {reason}")
-        if bundle.metadata.facts and self.vllm_config.speculative_config is not None:
-            raise UnsupportedModel("facts cannot be served with speculative decoding: vLLM takes no logits processor")
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
         """Drop a bundle, or its load. Running requests keep its memory until they end."""
@@ -291,14 +275,3 @@ class MemoryWorker(Worker):
         if hasattr(self, "decisions"):  # a start may end before
             self.decisions.close()
         super().shutdown()
-
-
-def check_most_entries(bundle: Bundle, most: int) -> None:
-    """Refuse a bundle of which one request may read more entries. Raises CapacityError."""
-    tasks = Counter(entry.task for entry in bundle.metadata.entries)
-    read = bundle.num_entries if bundle.gate is None else max(tasks.values())  # a gate opens for one task
-    if read > most:
-        raise CapacityError(
-            f"a request may read {read} entries of the bundle, and {most} fit a slot; start the server with a larger "
-            "memory_request_entries"
-        )

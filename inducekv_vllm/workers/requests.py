@@ -4,7 +4,7 @@
     complete    the prompt is there, and the step's output brings the decision
     settled     the request runs with what was decided, or with what its parameters said from the beginning
 
-Shapes: T prompt tokens of a request.
+Shapes: T prompt tokens of a request, d hidden size, H evidence of a gate, F features of a layer's values.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from ..attention.ranges import Region
 from ..attention.resident_bundle import ResidentBundle
 from ..attention.slots import RequestMemory, Slots
+from ..bundle.lookup import QueryFeatures
+from ..errors import InduceKVError
 from ..facts import Answers
+from ..host.device import HostCopy
 from ..protocol import STARTS, DecideSpec, Decision, InjectionSpec, Start, parse_spec
 from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
 from .answering import put_answers
-from .features import PromptFeatures
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -40,6 +43,33 @@ class Phase(Enum):
     UNDECIDED = auto()
     COMPLETE = auto()
     SETTLED = auto()
+
+
+@dataclass
+class PromptFeatures:
+    """What is known of a prompt while it is computed, and on its way to the host."""
+
+    seen: int = 0  # tokens whose hidden states are in `total`
+    total: Tensor | float = 0.0  # [d] float32, once a row has been seen
+    key: HostCopy | None = None  # [d]
+    evidence: HostCopy | None = None  # [H]
+    picture: HostCopy | None = None  # [F]
+    refusal: InduceKVError | None = None  # why nothing can be decided
+
+    def add(self, hidden: Tensor) -> None:
+        """Add the final hidden states [rows, d] of the prompt's next rows, in order."""
+        self.total = self.total + hidden.float().sum(0)
+        self.seen += len(hidden)
+
+    def wait(self) -> QueryFeatures:
+        """Wait for all of them. Raises InduceKVError: one is not finite, because the model overflowed."""
+        if self.refusal is not None:
+            raise self.refusal
+        found = [None if copy is None else copy.wait() for copy in (self.key, self.evidence, self.picture)]
+        if any(each is not None and not bool(each.isfinite().all()) for each in found):
+            raise InduceKVError("the model's hidden states for this prompt are not finite, so it has no query key")
+        key, evidence, picture = (None if each is None else each.numpy() for each in found)
+        return QueryFeatures(key=key, evidence=evidence, picture=picture)
 
 
 @dataclass(frozen=True, eq=False)

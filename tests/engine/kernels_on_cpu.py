@@ -17,7 +17,7 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from inducekv_vllm.attention.cpu import packed_values
+from inducekv_vllm.attention.cpu_ops import packed_values
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import StepLaunch
 from inducekv_vllm.attention.kernel_tables import KernelTables

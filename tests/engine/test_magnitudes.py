@@ -13,7 +13,7 @@ import torch
 
 from inducekv_vllm.bundle import Bundle, MagnitudeLimits, check_magnitudes, magnitude_limits, write_bundle
 from inducekv_vllm.errors import BundleError, CapacityError
-from inducekv_vllm.workers import memory_worker
+from inducekv_vllm.workers import refusals
 from server.demo import CHECKPOINT
 from tests.bundles import as_decoupled, random_bundle, random_maps, remade
 from tests.engine.parity import FEWER_PROCESSES, MemoryEngine, engine, greedy, make_world, prompts
@@ -95,7 +95,7 @@ def test_the_largest_numbers_leave_the_base_alone(
     signs = {name: rng.choice(SIGNS) for name in ("gates", "bias", "values", "keys", "maps")}
     if not limited:
         limits = NO_LIMITS
-        monkeypatch.setattr(memory_worker, "check_magnitudes", lambda *_: None)
+        monkeypatch.setattr(refusals, "check_magnitudes", lambda *_: None)
     check_base_after(
         served, largest_bundle(served.world.merged["prior"], form, limits, signs, maps=form != "prompt-prior")
     )

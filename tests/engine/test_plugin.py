@@ -18,8 +18,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from inducekv_vllm.attention.attach import KeepsLse
-from inducekv_vllm.attention.backend import InduceKVCPUBackend, InduceKVCPUImpl
-from inducekv_vllm.attention.flash import InduceKVFlashBackend, InduceKVFlashImpl
+from inducekv_vllm.attention.merged.cpu_backend import InduceKVCPUBackend, InduceKVCPUImpl
+from inducekv_vllm.attention.merged.flash import InduceKVFlashBackend, InduceKVFlashImpl
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.facts import Answers, FactsFound
 from inducekv_vllm.host.config import SCHEDULER_CLS, InduceKVConfig

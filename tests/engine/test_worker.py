@@ -17,7 +17,7 @@ from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
-from inducekv_vllm.workers.memory_worker import check_most_entries
+from inducekv_vllm.workers.refusals import check_most_entries
 from tests.bundles import random_gate
 from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from inducekv_vllm.attention import cpu
-from inducekv_vllm.attention.backend import InduceKVCPUImpl, probe_packed_layout
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
+from inducekv_vllm.attention.merged import cpu
+from inducekv_vllm.attention.merged.cpu_backend import InduceKVCPUImpl, probe_packed_layout
+from inducekv_vllm.attention.merged.step import ScheduledStep, plan_step
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.resident_bundle import ResidentBundle, kv_heads_of_rank
 from inducekv_vllm.attention.rows import ActingRows
 from inducekv_vllm.attention.slots import RequestMemory
-from inducekv_vllm.attention.step import ScheduledStep, plan_step
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Weighting
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, random_memory, store

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-from inducekv_vllm.attention.flash import InduceKVFlashImpl
+from inducekv_vllm.attention.merged.flash import InduceKVFlashImpl
 
 J, H, D, C = 2, 4, 16, 8
 ROWS, PADDING = 5, 3

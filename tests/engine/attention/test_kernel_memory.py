@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import OutOfResources
 
 from inducekv_vllm.attention.attach import attach
-from inducekv_vllm.attention.cpu import prefill_memory_attention
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import rows_with_memory
 from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.tiles import Processors
-from inducekv_vllm.attention.merge import merge_memory
+from inducekv_vllm.attention.merged.cpu import prefill_memory_attention
+from inducekv_vllm.attention.merged.merge import merge_memory
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.rows import acting_rows
 from inducekv_vllm.attention.slots import RequestMemory

@@ -2,7 +2,6 @@
 
 Prefill uses PyTorch's fused CPU attention, which returns a log-sum-exp. The G query heads of a KV head are folded into
 the row axis, so K is not repeated. Decode is one matrix product over all rows of a batch. Softmax sums are float32.
-Another device only has to replace the four functions of this module.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .resident_bundle import LayerMemory
-from .slots import RequestMemory
+from ..cpu_ops import fused_attention
+from ..resident_bundle import LayerMemory
+from ..slots import RequestMemory
 from .step import DecodeBatch, PrefillSpan
 
 Attended = tuple[Tensor, Tensor]  # output [R, H, D], log-sum-exp [R, H] float32
@@ -102,12 +102,6 @@ def packed_keys(kv_cache: Tensor) -> Tensor:
     return kv_cache.as_strided((blocks, J, two_d // 2, C), (kv_cache.stride(0), kv_cache.stride(1), C, 1))
 
 
-def packed_values(kv_cache: Tensor) -> Tensor:
-    """View the values in such a cache, in which they lie behind the keys of their block, as [blocks, J, C, D]."""
-    blocks, J, C, two_d = kv_cache.shape
-    return kv_cache.view(blocks, J, 2 * C, two_d // 2)[:, :, C:]
-
-
 def _attend_folded(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, rows_first: bool = False
 ) -> Attended:
@@ -126,15 +120,3 @@ def _attend_folded(
         output.view(*shape, D).permute(back).reshape(R, H, D),
         lse.reshape(shape).permute(back[:3]).reshape(R, H),
     )
-
-
-def fused_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return output [N, h, R, D] and log-sum-exp [N, h, R] for query [N, h, R, D], keys and values [N, h, S, D]."""
-    # The kernel assumes contiguous head vectors without a check.
-    assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
-    return output, lse

@@ -24,12 +24,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from ..errors import UnsupportedModel
-from ..host.config import InduceKVConfig
+from ...errors import UnsupportedModel
+from ...host.config import InduceKVConfig
+from ..cpu_ops import finite_or
+from ..resident_bundle import LayerMemory
+from ..rows import ActingRows
 from . import cpu
-from .merge import finite_or, merge_memory
-from .resident_bundle import LayerMemory
-from .rows import ActingRows
+from .merge import merge_memory
 from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step
 
 # Kernels whose K blocks are plain [D, C]; this backend cannot read the interleaved ones (VNNI, BFMMLA).

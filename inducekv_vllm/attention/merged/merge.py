@@ -1,8 +1,6 @@
-"""Merges two attentions over disjoint tokens into the attention over both; nothing that is not finite is added."""
+"""Merges two attentions over disjoint tokens into the attention over both."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -39,16 +37,3 @@ def merge_memory(
         memory_lse = whole
     mass = torch.sigmoid(memory_lse + layer_bias - self_lse).unsqueeze(-1)  # [R, H, 1]
     return torch.lerp(self_output.float(), memory_output.float() * retrieved, mass)
-
-
-def finite_or(result: Tensor, own: Tensor) -> Tensor:
-    """The result [...], with self-attention's own output where it is not finite: there, memory counts as zero.
-
-    Both are of one shape and dtype.
-    """
-    return result if is_finite(result) else torch.where(result.isfinite(), result, own)
-
-
-def is_finite(numbers: Tensor) -> bool:
-    """Whether all of at least one number are finite, on the CPU: in one operation, as `isfinite` would need several."""
-    return math.isfinite(torch.linalg.vector_norm(numbers, math.inf))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .resident_bundle import ResidentBundle
-from .rows import ActingRows
-from .slots import RequestMemory
+from ..resident_bundle import ResidentBundle
+from ..rows import ActingRows
+from ..slots import RequestMemory
 
 
 @dataclass(frozen=True, eq=False)

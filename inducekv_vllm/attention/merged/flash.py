@@ -21,8 +21,8 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from ..host.config import InduceKVConfig
-from .attach import KeepsLse
+from ...host.config import InduceKVConfig
+from ..attach import KeepsLse
 
 
 class InduceKVFlashBackend(FlashAttentionBackend):
