@@ -10,7 +10,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from inducekv_vllm.bundle import Bundle, BundleMetadata
+from inducekv_vllm.bundle import BundleMetadata
+from inducekv_vllm.bundle.tensors import DTYPES
 from inducekv_vllm.host.config import InduceKVConfig
 from server import launcher
 from tests.pages import (
@@ -193,5 +194,5 @@ def test_serving_lists_every_setting_and_route() -> None:
 def test_the_bundle_format_lists_every_tensor_and_field() -> None:
     page = DOCS / "bundle-format.md"
     tensors, _, rest = page.read_text().partition("\n## Metadata\n")
-    assert names(tensors) == set(Bundle.__dataclass_fields__) - {"metadata", "signature", "rows"}
+    assert names(tensors) == set(DTYPES)
     assert names(rest.partition("\n## ")[0]) == set(BundleMetadata.model_fields)

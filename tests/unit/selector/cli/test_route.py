@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.selector.cli.test_bundle import refuse
+from tests.unit.selector.cli.bundle_command import refuse
 
 
 def test_base_questions_of_a_task_are_refused(tasks: dict[str, Path], tmp_path: Path) -> None:
