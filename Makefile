@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-dev setup-real demo demo-real serve lint test test-fast test-nightly test-families test-mutations test-wheel compat bench-serving gpu clean
+.PHONY: setup setup-dev setup-real demo demo-real serve lint test test-fast test-research test-nightly test-families test-mutations test-wheel compat bench-serving gpu clean
 
 setup: $(STAMP)
 
@@ -85,10 +85,17 @@ test-fast: export OMP_NUM_THREADS := 1
 test-fast: setup-dev
 	$(BIN)/python -m pytest -p tests.without_vllm -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit $(PYTEST_ARGS)
 
-# All that `make test` skips: complete benchmarks and long runs, killed servers, every kernel and family.
+# The tests of benchmarks/research: `make test` leaves them out until a file of research changes again. No PYTEST_ARGS:
+# what is written down is that all have passed.
+test-research: export OMP_NUM_THREADS := 1
+test-research: setup-dev
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/research
+	$(BIN)/python -m tests.verified
+
+# All that `make test` skips: complete benchmarks and long runs, killed servers, every kernel and family; and research.
 test-nightly: export OMP_NUM_THREADS := 1
 test-nightly: setup-dev
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or research" $(PYTEST_ARGS)
 
 # The families that docs/models.md marks as slow. SmolLM2 is skipped unless `make setup-real` has installed its weights.
 test-families: export OMP_NUM_THREADS := 1

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.server.collector import Collector
     from tests.server.launch import Adapted
 
+pytest_plugins = ["tests.verified"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is refused at once
 # Triton decides when it is first imported whether kernels are compiled or interpreted.
 if not torch.cuda.is_available():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,16 +13,27 @@ from benchmarks.from_a_table.asked import ask_all
 from benchmarks.from_a_table.learned import WAYS, Rows, learned
 from benchmarks.from_a_table.table import table
 from benchmarks.machine import describe_machine
+from inducekv_vllm.errors import InduceKVError
 from selector.data.examples import read_task
 from selector.data.records import Columns
 
 TABLES = Path(__file__).parents[2] / "docs" / "examples" / "support"
 RESULTS = Path(__file__).parents[1] / "results" / "from_a_table.json"
+PROGRAM = "python -m benchmarks.from_a_table"
 LENGTHS = (64, 128, 256, 512, 1024)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    try:
+        run(options)
+    except InduceKVError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(options: argparse.Namespace) -> None:
     columns = Columns(options.prompt_column, options.answer_column, task="support")
     questions = read_task(options.questions, columns)
     base = read_task(options.base) if options.base else []
@@ -47,12 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.results.write_text(json.dumps({**result, "machine": describe_machine()}, indent=1) + "\n")
     print(table(result))
     print(json.dumps(result))
-    return 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.from_a_table",
+        prog=PROGRAM,
         description=about.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

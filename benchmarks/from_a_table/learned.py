@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from benchmarks.fit import Fit
 from benchmarks.lora_adapter import attach, save
 from benchmarks.question_keys import question_keys
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.cli.settings import PRESETS
@@ -131,7 +132,7 @@ class Learned:
 
 
 def learned(name: str, learn: Learn, rows: Rows, work: Path) -> Learned:
-    """From the folder of a run that was stopped, or now."""
+    """From the folder of a run that was stopped, or now. Raises ConfigError: another version has made the folder."""
     folder = work / "".join(c if c.isalnum() else "-" for c in name).strip("-")
     if not (folder / LEARNED).exists():
         shutil.rmtree(folder, ignore_errors=True)  # what a run that was stopped has left
@@ -141,4 +142,10 @@ def learned(name: str, learn: Learn, rows: Rows, work: Path) -> Learned:
         kept = {"artifact": asdict(artifact), "seconds": round(time.perf_counter() - began, 1)}
         replace_file(folder / LEARNED, json.dumps(kept).encode())
     kept = json.loads((folder / LEARNED).read_bytes())
+    expected, found = {field.name for field in fields(Artifact)}, set(kept["artifact"])
+    if found != expected:
+        raise ConfigError(
+            f"{folder}: another version of this benchmark has made it ({LEARNED} has {', '.join(sorted(found))}; "
+            f"expected {', '.join(sorted(expected))}); start with a new folder for --work"
+        )
     return Learned(name, folder, Artifact(**kept["artifact"]), kept["seconds"])

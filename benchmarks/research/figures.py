@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.research.continual.metrics import accuracy_matrix, average_forgetting
 from benchmarks.research.continual.report.names import title
+
+ROOT = Path(__file__).parents[2]
 
 COLOURS = {  # of Okabe and Ito, which colour-blind readers can tell apart
     "InduceKV": "#0072B2",
@@ -122,6 +125,7 @@ FIGURES: Mapping[str, Callable[[Axes, Results], None]] = {
 
 def draw(source: Path, folder: Path) -> None:
     """Each as NAME.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
 
     def results(file: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((source / file).read_bytes())
@@ -132,3 +136,16 @@ def draw(source: Path, folder: Path) -> None:
             figure = Figure(figsize=(7.0, 4.2), layout="constrained")
             plot(figure.add_subplot(), results)
             figure.savefig(folder / f"{name}.svg", format="svg", metadata={"Date": None, "Creator": None})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.research.figures", description=__doc__)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of JSON files")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder for the plots")
+    options = parser.parse_args(arguments)
+    draw(options.results, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

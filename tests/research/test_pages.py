@@ -10,10 +10,11 @@ import pytest
 from benchmarks.research.continual import __main__ as continual
 from benchmarks.research.continual import run as stream_run
 from benchmarks.research.continual import search
-from benchmarks.research.figures import FIGURES, draw, forgotten
+from benchmarks.research.figures import FIGURES, forgotten
+from benchmarks.research.figures import main as draw
 from benchmarks.research.published.slips import tables
 from inducekv_vllm.errors import InduceKVError
-from tests.pages import DOCS, RESEARCH, RESULTS, ROOT, commands, names, pages, section, subcommands
+from tests.pages import DOCS, RESEARCH, ROOT, commands, names, pages, section, subcommands
 
 
 def begin_stream_benchmark(arguments: list[str]) -> None:
@@ -52,11 +53,11 @@ def test_the_slips_of_published_scripts_are_quoted() -> None:
 
 def test_the_page_of_results_shows_every_plot_of_the_files(tmp_path: Path) -> None:
     text = (DOCS / "results.md").read_text()
-    draw(RESULTS, tmp_path)
+    assert draw(["--out", str(tmp_path)]) == 0
     for name in FIGURES:
         assert f"(images/{name}.svg)" in text
         drawn, kept = (tmp_path / f"{name}.svg").read_text(), (DOCS / "images" / f"{name}.svg").read_text()
-        assert labels(drawn) == labels(kept), f"{name}: draw it again with benchmarks.research.figures"
+        assert labels(drawn) == labels(kept), f"{name}: draw it again with python -m benchmarks.research.figures"
 
 
 def labels(svg: str) -> list[str]:

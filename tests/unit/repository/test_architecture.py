@@ -17,8 +17,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from inducekv_vllm import SUPPORTED_VLLM
+from tests.imports import ROOT, Import, imports_of, name_of
 
-ROOT = Path(__file__).parents[3]
 # The packages, and the rooms of two of them, from the lowest to the highest: each may import those before it.
 LAYERS = {
     "": (("inducekv_vllm",), ("selector", "server"), ("benchmarks", "inducekv_serve")),
@@ -53,12 +53,6 @@ PACKAGES = tuple(itertools.chain(*LAYERS[""]))
 
 
 @dataclass(frozen=True)
-class Import:
-    name: str  # absolute and dotted: a module, or a name in one
-    type_only: bool = False  # under `if TYPE_CHECKING`
-
-
-@dataclass(frozen=True)
 class Module:
     name: str
     path: Path
@@ -79,25 +73,8 @@ def modules() -> Mapping[str, Module]:
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = Module(name, path, tuple(_imports(ast.parse(path.read_text(), str(path)), parts[:-1])))
+            found[name_of(path)] = Module(name_of(path), path, imports_of(path))
     return found
-
-
-def _imports(tree: ast.AST, package: tuple[str, ...], type_only: bool = False) -> Iterator[Import]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            yield from _imports(ast.Module(node.body, []), package, type_only=True)
-            yield from _imports(ast.Module(node.orelse, []), package, type_only)
-        elif isinstance(node, ast.Import):
-            yield from (Import(alias.name, type_only) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            prefix = ".".join((*base, node.module) if node.module else base)
-            yield from (Import(f"{prefix}.{alias.name}", type_only) for alias in node.names)
-        else:
-            yield from _imports(node, package, type_only)
 
 
 def _module_of(name: str) -> str | None:
@@ -186,6 +163,15 @@ def test_only_research_imports_research() -> None:
             assert not used, f"{module.name} imports {sorted(used)}"
 
 
+def test_only_tests_of_research_import_research() -> None:
+    """The others run where those are left out, and keep their promise when research changes."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if not path.is_relative_to(ROOT / "tests" / "research"):
+            names = {imported.name for imported in imports_of(path)}
+            used = {name for name in names if f"{name}.".startswith(("benchmarks.research.", "tests.research."))}
+            assert not used, f"{path.relative_to(ROOT)} imports {sorted(used)}"
+
+
 def test_nothing_is_unpickled() -> None:
     """Bundles and task data come from strangers: no module may use a loader that runs code."""
     for module in modules().values():
@@ -209,8 +195,7 @@ def test_unit_tests_mirror_the_packages() -> None:
 def test_no_test_module_is_imported_by_another() -> None:
     """What several share lies in a module that holds no tests, and fixtures in a conftest."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        package = path.relative_to(ROOT).parent.parts
-        for imported in _imports(ast.parse(path.read_text(), str(path)), package):
+        for imported in imports_of(path):
             held = [part for part in imported.name.split(".") if part.startswith("test_")]
             assert package_of(imported.name) != "tests" or not held, f"{path.relative_to(ROOT)} imports {imported.name}"
 

@@ -7,20 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.research.selector_sizes import problem_of
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
+from selector.backbone.extraction import extract, extract_keys
+from selector.backbone.injection import Memory
 from selector.backbone.model import Backbone
-from selector.backbone.scoring import Scorer
+from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import read_task
 from selector.refined.settings import RefinedSettings
-from selector.refined.training import Training
+from selector.refined.training import Training, TrainingProblem
 
 pytestmark = pytest.mark.gpu
 
 
 def losses(model: Path, device: str, task: Path, activation: Activation) -> torch.Tensor:
-    """Of four steps."""
-    problem = problem_of(Scorer(Backbone.load(model, device=device)), read_task(task)[:8], activation)
+    """Of four steps. One entry of decoupled memory, made of the first example, which all of them retrieve."""
+    backbone, examples = Backbone.load(model, device=device), read_task(task)[:8]
+    entries = extract(backbone, examples[:1], 16)
+    payloads = entries.payload_keys, entries.payload_values
+    gates, bias = torch.full((backbone.num_layers,), 0.5), torch.zeros(backbone.num_layers)  # [layers]
+    memory = Memory(entries.keys, *payloads, torch.tensor(0.07), gates, bias, "uniform", "decoupled")
+    scorer = Scorer(backbone)
+    first_active = scorer.first_active(examples, [activation] * len(examples))
+    questions = Questions(examples, extract_keys(backbone, examples), first_active)
+    problem = TrainingProblem(scorer, memory, questions, torch.zeros(len(examples), 1), questions, False)
     training = Training(problem, RefinedSettings(steps=4, batch_size=4, precision="float32"), 0.1)
     for _ in range(4):
         training.take_step()
