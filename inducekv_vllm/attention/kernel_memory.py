@@ -190,7 +190,7 @@ def _layer_pool(pool: MemoryPool, tables: KernelTables, layer: int) -> LayerPool
     return LayerPool(
         keys=pool.keys[layer],
         values=pool.values[layer],
-        gate=tables.gate[layer],
+        value_gate=tables.value_gate[layer],
         bias=tables.bias[layer],
         map_in=pool.map_rows(pool.keys[layer]),
         map_out=pool.map_rows(pool.values[layer]),

@@ -132,7 +132,7 @@ class MemoryPool:
             LayerMemory(
                 keys=self.keys[layer, :, tokens],
                 values=self.values[layer, :, tokens],
-                gate=float(bundle.value_gates[layer]),
+                value_gate=float(bundle.value_gates[layer]),
                 bias=float(bundle.layer_bias[layer]),
                 map_in=self.map_rows(self.keys[layer])[:, rows] if rank else None,
                 map_out=self.map_rows(self.values[layer])[:, rows] if rank else None,

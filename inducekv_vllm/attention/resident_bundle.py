@@ -24,11 +24,11 @@ class LayerMemory:
 
     keys: Tensor  # [J, B m, D], before RoPE, as at position 0
     values: Tensor  # [J, B m, D], before the value gate
-    gate: float
+    value_gate: float
     bias: float
     # The same memory as rows of maps of the attention output, for a bundle that has any.
     map_in: Tensor | None = None  # [J, B r, G D]
-    map_out: Tensor | None = None  # [J, B r, G D], transposed, before the gate
+    map_out: Tensor | None = None  # [J, B r, G D], transposed, before the value gate
 
 
 @dataclass(frozen=True, eq=False)

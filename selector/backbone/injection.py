@@ -259,7 +259,7 @@ def attend(
     terms: Terms,
     layer: int,
 ) -> Tensor:
-    """One softmax over [memory ; remainder ; self], computed in at least float32. Returns [n, T, H, D]."""
+    """One softmax over [memory ; remainder ; self], in at least float32. Returns [n, T, H, D]."""
     n, H, T, D = query.shape
     J, S = key.shape[1:3]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -287,7 +287,7 @@ def attend_decoupled(
     terms: Terms,
     layer: int,
 ) -> Tensor:
-    """gate softmax([memory logits ; 0]) [memory values ; 0], computed in at least float32. Returns [n, T, H, D]."""
+    """value_gate softmax([memory logits ; 0]) [memory values ; 0], in at least float32. Returns [n, T, H, D]."""
     n, H, T, D = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     J = memory.payload_keys.shape[2]
