@@ -247,7 +247,7 @@ class Names:
         """What is shown of a name."""
         version, records = self.of(name), self.records[name]
         memory = version.memory
-        facts: dict[str, Any] = {
+        details: dict[str, Any] = {
             field: getattr(memory.metadata, field)
             for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
         }
@@ -264,7 +264,7 @@ class Names:
             resident_bytes=version.resident_bytes,
             active_requests=version.active,
             versions=[_shown(record, is_admin) for record in records],
-            **facts,
+            **details,
         )
 
 

@@ -171,10 +171,10 @@ def main() -> int:
         f"\n{args.model}: weights in bfloat16 {weights:.0f} MiB, activations of one example of {args.tokens} tokens "
         f"{all_layers['activations, MiB']:.0f} MiB"
     )
-    facts = {"model": args.model, "tokens": args.tokens, "weights_mib": weights, "machine": describe_machine()}
+    details = {"model": args.model, "tokens": args.tokens, "weights_mib": weights, "machine": describe_machine()}
     measured = dict(zip(map(str, args.depths), rows, strict=True))
     args.output.write_text(
-        json.dumps({**facts, "measured": measured, "predicted": predicted, "all_layers": all_layers}, indent=1) + "\n"
+        json.dumps({**details, "measured": measured, "predicted": predicted, "all_layers": all_layers}, indent=1) + "\n"
     )
     return 0
 
