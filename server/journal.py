@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.engine.trace import describe_facts, describe_gate
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.host.config import InduceKVConfig
@@ -63,7 +63,7 @@ class Journal:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def note_decision(self, name: str, memory: Memory, decision: Decision) -> None:
+    def note_decision(self, name: str, memory: ServedBundle, decision: Decision) -> None:
         """Keep for the page what a request is answered with, as it begins."""
         if self.latest is None:
             return

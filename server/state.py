@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inducekv_vllm.bundle.metadata import BundleMetadata
-from inducekv_vllm.engine.memory import Memory
+from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import CapacityError, ConfigError
 from inducekv_vllm.files import audit_chain
 
@@ -105,7 +105,7 @@ class Snapshot:
     """What is served, at one moment."""
 
     versions: dict[str, tuple[VersionRecord, ...]]  # of each name that is served, the newest first
-    contents: dict[str, tuple[Memory, int]]  # of what is resident: with its bytes in the pool of one rank
+    contents: dict[str, tuple[ServedBundle, int]]  # of what is resident: with its bytes in the pool of one rank
     draining: frozenset[str]  # of these, what this process has not left
 
 
@@ -124,7 +124,7 @@ class ServerState:
         """
         self.path, self.keeps_bundles, self.process = Path(path).absolute(), keeps_bundles, process
         self._lock = threading.Lock()
-        self._memories: dict[str, Memory] = {}  # by digest
+        self._memories: dict[str, ServedBundle] = {}  # by digest
         with _told(f"{self.path}: cannot be used as a state file"):
             while not check_state_file(self.path) and process:
                 time.sleep(WAIT_S)
@@ -241,10 +241,10 @@ class ServerState:
             records = {name: tuple(each) for name, each in versions.items() if name in served}
             return Snapshot(records, contents, frozenset(draining & contents.keys()))
 
-    def _memory(self, digest: str, metadata: str, path: str, file_bytes: int) -> Memory:
+    def _memory(self, digest: str, metadata: str, path: str, file_bytes: int) -> ServedBundle:
         if digest in self._memories:
             return self._memories[digest]
-        return Memory(BundleMetadata.model_validate_json(metadata), path, file_bytes)
+        return ServedBundle(BundleMetadata.model_validate_json(metadata), path, file_bytes)
 
     def records(self, name: str) -> tuple[VersionRecord, ...]:
         """The versions of a name, served or not, the newest first."""
@@ -263,7 +263,7 @@ class ServerState:
     def point(
         self,
         record: VersionRecord,
-        memory: Memory,
+        memory: ServedBundle,
         resident_bytes: int,
         bundle: bytes | None,
         keep: int,

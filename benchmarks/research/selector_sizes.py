@@ -68,7 +68,7 @@ def problem_of(scorer: Scorer, examples: Sequence[Example], activation: Activati
     import torch
 
     from selector.backbone.extraction import extract, extract_keys
-    from selector.backbone.injection import Memory
+    from selector.backbone.injection import TensorMemory
     from selector.backbone.scoring import Questions
     from selector.refined.training import TrainingProblem
 
@@ -76,7 +76,7 @@ def problem_of(scorer: Scorer, examples: Sequence[Example], activation: Activati
     entries = extract(backbone, examples[:1], 16)
     gates, bias = torch.full((backbone.num_layers,), 0.5), torch.zeros(backbone.num_layers)
     payloads = entries.payload_keys, entries.payload_values
-    memory = Memory(entries.keys, *payloads, torch.tensor(0.07), gates, bias, "uniform", "decoupled")
+    memory = TensorMemory(entries.keys, *payloads, torch.tensor(0.07), gates, bias, "uniform", "decoupled")
     first_active = scorer.first_active(examples, [activation] * len(examples))
     questions = Questions(examples, extract_keys(backbone, examples), first_active)
     return TrainingProblem(scorer, memory, questions, torch.zeros(len(examples), 1), questions, False)

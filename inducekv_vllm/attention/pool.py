@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..bundle import Bundle
-from ..bundle.lookup import MemoryIndex
+from ..bundle.lookup import BundleIndex
 from ..errors import CapacityError, UnsupportedModel
 from ..host.device import Device
 from ..pace import rest
@@ -151,7 +151,7 @@ class MemoryPool:
             nbytes=2 * self.keys[:, :, : len(region.place) * G].nbytes,
             first_token=first_token,
             first_map_row=first_map_row,
-            index=MemoryIndex.from_bundle(bundle),
+            index=BundleIndex.from_bundle(bundle),
             gate=gate,
             first_layers=first_layers(bundle),
         )

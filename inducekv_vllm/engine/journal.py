@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..protocol import Decision
-from .memory import Memory
+from .served_bundle import ServedBundle
 
 
 class EngineJournal(Protocol):
     """It is told before each answer, and at the end of those that are traced."""
 
-    def note_decision(self, name: str, memory: Memory, decision: Decision) -> None:
+    def note_decision(self, name: str, memory: ServedBundle, decision: Decision) -> None:
         """An answer of the bundle of this name begins, as it was decided."""
         ...
 

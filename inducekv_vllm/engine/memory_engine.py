@@ -27,7 +27,6 @@ from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..host.config import InduceKVConfig
 from ..protocol import Decision, decision_without_worker
 from .journal import EngineJournal
-from .memory import Memory
 from .metrics import BundleMetrics
 from .observation import Observation, observing
 from .options import (
@@ -41,6 +40,7 @@ from .options import (
 )
 from .owner import OWNER
 from .pictures import picture_params, state_in
+from .served_bundle import ServedBundle
 from .stopping import EngineStop
 from .trace import describe
 
@@ -53,7 +53,7 @@ class MemoryRequest(LoRARequest):
 class Lease:
     """One version of a memory, kept resident for one request."""
 
-    memory: Memory
+    memory: ServedBundle
     adapter: LoRARequest | None  # of the memory
     task_adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # instead of entries, by task
     metrics: BundleMetrics | None = None  # of its name; None for none
@@ -185,7 +185,7 @@ class MemoryEngine:
         return state_in(decision)
 
     async def _note(
-        self, request_id: str, owner: str, name: str, memory: Memory, decision: Decision, observed: Observation
+        self, request_id: str, owner: str, name: str, memory: ServedBundle, decision: Decision, observed: Observation
     ) -> None:
         """Before the answer begins."""
         observed.decided(decision)

@@ -14,7 +14,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.trace.status import StatusCode
 
 from ..protocol import Decision
-from .memory import Memory
+from .served_bundle import ServedBundle
 
 SPAN = "inducekv_request"
 
@@ -22,7 +22,7 @@ SPAN = "inducekv_request"
 class RequestSpan:
     """The span of one request with memory. Without tracing it does nothing."""
 
-    def __init__(self, enabled: bool, headers: Mapping[str, str] | None, bundle: str, memory: Memory) -> None:
+    def __init__(self, enabled: bool, headers: Mapping[str, str] | None, bundle: str, memory: ServedBundle) -> None:
         """`headers` are the trace headers of the HTTP request."""
         self.headers: Mapping[str, str] | None = headers  # for the engine
         self._span: Span | None = None

@@ -27,7 +27,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..attention.memory_attention import MemoryAttention
 from ..bundle.activation import first_active_position
-from ..bundle.lookup import MemoryIndex, MemoryLookup
+from ..bundle.lookup import BundleIndex, LookupResult
 from ..engine.gate_log import GateLog
 from ..facts import packed
 from ..host.runner import StepRows
@@ -82,7 +82,7 @@ class Deciding:
 
 
 def outcome_of(
-    index: MemoryIndex, spec: DecideSpec, lookup: MemoryLookup, token_ids: Sequence[int], placeholders: Collection[int]
+    index: BundleIndex, spec: DecideSpec, lookup: LookupResult, token_ids: Sequence[int], placeholders: Collection[int]
 ) -> Untouched | InjectionSpec | TaskAdapter:
     """What the request goes on with: entries, or the adapter of its task.
 

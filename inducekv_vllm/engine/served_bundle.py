@@ -19,14 +19,14 @@ from ..retrieval.entry_terms import Weighting
 
 
 @dataclass(frozen=True)
-class Memory(DatedEntries):
+class ServedBundle(DatedEntries):
     """One version of a memory. A changed file is another version with another digest."""
 
     path: str  # the workers read the same file
     file_bytes: int
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle, path: str) -> Memory:
+    def from_bundle(cls, bundle: Bundle, path: str) -> ServedBundle:
         """Raises OSError if the file at `path` has been removed."""
         return cls(bundle.metadata, path, os.path.getsize(path))
 
