@@ -92,6 +92,6 @@ class ServedBundle(DatedEntries):
         alive = self.alive()
         if not alive:
             return None
-        start = first_active_position(self.metadata.activation_of(None), token_ids, placeholders)
+        first_active = first_active_position(self.metadata.activation_of(None), token_ids, placeholders)
         expired = self.num_entries - len(alive)
-        return InjectionSpec(self.digest, tuple(alive), (1.0,) * len(alive), False, start, expired)
+        return InjectionSpec(self.digest, tuple(alive), (1.0,) * len(alive), False, first_active, expired)

@@ -101,7 +101,7 @@ def outcome_of(
         entries=tuple(retrieval.entries.tolist()),
         weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
         remainder=spec.remainder and index.metadata.weighting == "sqrt",
-        start=first_active_position(activation, token_ids, placeholders),
+        first_active=first_active_position(activation, token_ids, placeholders),
         expired=lookup.num_expired,
     )
 

@@ -215,7 +215,7 @@ class WorkerRequests:
         assert request.bundle is not None
         terms = _terms(spec, request.bundle)
         request.bundle.region.retain()
-        request.injection = _Injection(spec.content, terms, spec.start)
+        request.injection = _Injection(spec.content, terms, spec.first_active)
         self._take_slot(request)
 
     def _take_slot(self, request: WorkerRequest) -> None:

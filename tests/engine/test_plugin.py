@@ -81,7 +81,7 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 
 
 def test_specs_survive_the_journey() -> None:
-    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, start=7)
+    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, first_active=7)
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
     found = FactsFound((3, 1), 0.98, Answers(0.9, (0.75, 0.25), ((7, 8), (7,))))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)

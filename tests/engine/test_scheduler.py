@@ -122,12 +122,12 @@ class Engine:
         return DROPPED if goes_back and name not in self.starts else RIGHT
 
 
-def opened(start: int) -> Decision:
-    return Decision(InjectionSpec("digest", (1,), (1.0,), False, start), task="a", margins=(1.0,))
+def opened(first_active: int) -> Decision:
+    return Decision(InjectionSpec("digest", (1,), (1.0,), False, first_active), task="a", margins=(1.0,))
 
 
-def started(decision: Decision, position: int) -> Start:
-    return Start(position, decision.injection, answers=decision.facts and decision.facts.answers)
+def started(decision: Decision, redo_from: int) -> Start:
+    return Start(redo_from, decision.injection, answers=decision.facts and decision.facts.answers)
 
 
 CLOSED = Decision(Untouched("outside"), margins=(-1.0,))
@@ -161,8 +161,8 @@ def test_a_request_goes_back_once_and_others_go_on(
     assert [step["m"] for step in engine.steps if "m" in step] == rows
     assert request.num_preemptions == (how == "other blocks")
     assert engine.answers == {"m": [RIGHT] * 6, "other": [RIGHT] * 8}
-    position = length - 1 if decision.injection is None else decision.injection.start
-    assert engine.starts == ({"m": started(decision, position)} if how else {})
+    redo_from = length - 1 if decision.injection is None else decision.injection.first_active
+    assert engine.starts == ({"m": started(decision, redo_from)} if how else {})
     assert [Decision.parse(each) for each in engine.told["m"]] == [decision] * 2  # with the first and the last token
     begun = [step.keys() for step in engine.steps]
     first_other = next(i for i, names in enumerate(begun) if "other" in names)
@@ -218,8 +218,8 @@ def test_preempted_while_its_decision_is_under_way(decision: Decision) -> None:
     engine.drain()
     assert engine.answers["m"] == [RIGHT] * 6
     goes_back = (decision.injection or decision.facts) is not None and not decision.same_pass
-    position = 99 if decision.injection is None else decision.injection.start
-    assert engine.starts == ({"m": started(decision, position)} if goes_back else {})
+    redo_from = 99 if decision.injection is None else decision.injection.first_active
+    assert engine.starts == ({"m": started(decision, redo_from)} if goes_back else {})
 
 
 def test_what_cannot_be_decided_ends_with_an_error_and_no_token() -> None:
