@@ -235,8 +235,8 @@ class _MemoryRequests(Scheduler):
                 asked = self.asked.get(output.request_id)
                 if asked is None or asked.decision is None or (asked.is_delivered and not output.finished):
                     continue
-                told = {"inducekv": asked.decision.to_json()}
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **told}
+                delivered = {"inducekv": asked.decision.to_json()}
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **delivered}
                 asked.is_delivered = True
                 if output.finished:
                     del self.asked[output.request_id]

@@ -125,7 +125,7 @@ class ServerState:
         self.path, self.keeps_bundles, self.process = Path(path).absolute(), keeps_bundles, process
         self._lock = threading.Lock()
         self._memories: dict[str, ServedBundle] = {}  # by digest
-        with _told(f"{self.path}: cannot be used as a state file"):
+        with _as_config_error(f"{self.path}: cannot be used as a state file"):
             while not check_state_file(self.path) and process:
                 time.sleep(WAIT_S)
             self._locks = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -178,7 +178,7 @@ class ServerState:
         What is not durable survives the end of the server, and with the next durable change that of the machine.
         """
         rows = self._writer if durable else self._quick
-        with self._lock, _told(f"{self.path}: cannot record this; nothing changed"):
+        with self._lock, _as_config_error(f"{self.path}: cannot record this; nothing changed"):
             rows.execute("BEGIN IMMEDIATE")
             try:
                 yield rows
@@ -216,12 +216,12 @@ class ServerState:
 
     def change_number(self) -> int:
         """Another one after any change, also of this process. It reads memory that the processes share."""
-        with _told(f"{self.path}: cannot be read"):
+        with _as_config_error(f"{self.path}: cannot be read"):
             (number,) = self._reader.execute("PRAGMA data_version").fetchone()
         return int(number)
 
     def snapshot(self) -> Snapshot:
-        with self._lock, _told(f"{self.path}: cannot be read"):
+        with self._lock, _as_config_error(f"{self.path}: cannot be read"):
             self._writer.execute("BEGIN")
             try:
                 versions: dict[str, list[VersionRecord]] = {}
@@ -446,7 +446,7 @@ class ServerState:
         return []
 
     def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        with self._lock, _told(f"{self.path}: cannot be read"):
+        with self._lock, _as_config_error(f"{self.path}: cannot be read"):
             return self._writer.execute(statement, values).fetchall()
 
 
@@ -462,7 +462,7 @@ def check_state_file(path: Path) -> bool:
         return False
     if not path.is_file():
         raise ConfigError(f"{path}: a state file is expected, and this is no file")
-    with _told(f"{path}: cannot be used as a state file"):
+    with _as_config_error(f"{path}: cannot be used as a state file"):
         if path.stat().st_size == 0:
             return False
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as found:
@@ -507,7 +507,7 @@ def _record(row: tuple[str, str, str | None, str, str, str]) -> VersionRecord:
 
 
 @contextlib.contextmanager
-def _told(problem: str) -> Iterator[None]:
+def _as_config_error(problem: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:

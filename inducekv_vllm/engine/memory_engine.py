@@ -238,7 +238,7 @@ class MemoryEngine:
 
 def taken_from(output: RequestOutput) -> Decision | None:
     """The decision that an output brings, if it brings one. It is taken out of vLLM's field."""
-    told = dict(output.kv_transfer_params or {})
-    raw = told.pop("inducekv", None)
-    output.kv_transfer_params = told or None
+    params = dict(output.kv_transfer_params or {})
+    raw = params.pop("inducekv", None)
+    output.kv_transfer_params = params or None
     return None if raw is None else Decision.parse(raw)
