@@ -132,11 +132,11 @@ class ServerState:
             if not process and not self._take(SERVER):
                 raise ConfigError(f"{self.path}: another server uses this state file")
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._writer, self._quick, self._reader = (self._connect() for _ in range(3))
+            self._durable, self._quick, self._watch = (self._connect() for _ in range(3))
             self._quick.execute("PRAGMA synchronous = NORMAL")  # the operating system has it, the disk may not
-            if self._writer.execute("PRAGMA application_id").fetchone() == (0,):
-                self._writer.executescript(SCHEMA)
-            self._writer.execute(USES)
+            if self._durable.execute("PRAGMA application_id").fetchone() == (0,):
+                self._durable.executescript(SCHEMA)
+            self._durable.execute(USES)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -147,7 +147,7 @@ class ServerState:
     def close(self) -> None:
         """Let another server use the file."""
         with self._lock:
-            for connection in (self._writer, self._quick, self._reader):
+            for connection in (self._durable, self._quick, self._watch):
                 connection.close()
             os.close(self._locks)
 
@@ -177,7 +177,7 @@ class ServerState:
 
         What is not durable survives the end of the server, and with the next durable change that of the machine.
         """
-        rows = self._writer if durable else self._quick
+        rows = self._durable if durable else self._quick
         with self._lock, _as_config_error(f"{self.path}: cannot record this; nothing changed"):
             rows.execute("BEGIN IMMEDIATE")
             try:
@@ -217,25 +217,25 @@ class ServerState:
     def change_number(self) -> int:
         """Another one after any change, also of this process. It reads memory that the processes share."""
         with _as_config_error(f"{self.path}: cannot be read"):
-            (number,) = self._reader.execute("PRAGMA data_version").fetchone()
+            (number,) = self._watch.execute("PRAGMA data_version").fetchone()
         return int(number)
 
     def snapshot(self) -> Snapshot:
         with self._lock, _as_config_error(f"{self.path}: cannot be read"):
-            self._writer.execute("BEGIN")
+            self._durable.execute("BEGIN")
             try:
                 versions: dict[str, list[VersionRecord]] = {}
-                for row in self._writer.execute(f"SELECT {RECORD} FROM versions ORDER BY number DESC"):
+                for row in self._durable.execute(f"SELECT {RECORD} FROM versions ORDER BY number DESC"):
                     versions.setdefault(row[0], []).append(_record(row))
-                served = {name for (name,) in self._writer.execute("SELECT name FROM versions WHERE served")}
-                resident = self._writer.execute(
+                served = {name for (name,) in self._durable.execute("SELECT name FROM versions WHERE served")}
+                resident = self._durable.execute(
                     "SELECT digest, metadata, path, file_bytes, resident_bytes FROM contents "
                     "WHERE resident_bytes IS NOT NULL"
                 ).fetchall()
-                own = self._writer.execute("SELECT digest FROM draining WHERE process = ?", (self.process,))
+                own = self._durable.execute("SELECT digest FROM draining WHERE process = ?", (self.process,))
                 draining = {digest for (digest,) in own}
             finally:
-                self._writer.execute("COMMIT")
+                self._durable.execute("COMMIT")
             contents = {digest: (self._memory(digest, *row), nbytes) for digest, *row, nbytes in resident}
             self._memories = {digest: memory for digest, (memory, _) in contents.items()}
             records = {name: tuple(each) for name, each in versions.items() if name in served}
@@ -372,7 +372,7 @@ class ServerState:
     def _erase_log(self) -> None:
         """What was deleted is overwritten in the file, and leaves the write-ahead log too, once nobody reads it."""
         with self._lock, contextlib.suppress(sqlite3.OperationalError):
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._durable.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # ---- what the API processes tell each other ------------------------------------------------------------------
 
@@ -447,7 +447,7 @@ class ServerState:
 
     def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
         with self._lock, _as_config_error(f"{self.path}: cannot be read"):
-            return self._writer.execute(statement, values).fetchall()
+            return self._durable.execute(statement, values).fetchall()
 
 
 def check_state_file(path: Path) -> bool:

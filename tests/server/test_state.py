@@ -156,7 +156,7 @@ def test_one_server_uses_it_at_a_time(tmp_path: Path) -> None:
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     state = ServerState(tmp_path / "state", keeps_bundles=True)
     point(state, "m", BUNDLES[0])
-    state._writer.execute("PRAGMA max_page_count = 12")
+    state._durable.execute("PRAGMA max_page_count = 12")
     large = BUNDLES[1]
     with pytest.raises(CapacityError, match=r"state: cannot record this; nothing changed: .*full"):
         state.point(
