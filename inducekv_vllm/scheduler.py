@@ -36,8 +36,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .host.config import InduceKVConfig
 from .protocol import DECISIONS, STARTS, BlockKey, DecideSpec, Decision, Start, parse_spec
+from .vllm_seams.config import InduceKVConfig
 
 NEVER = 1 << 60  # a step
 

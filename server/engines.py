@@ -11,8 +11,8 @@ from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
-from inducekv_vllm.host.logs import logger_of
 from inducekv_vllm.pace import poll_delays
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .names import task_adapters
 

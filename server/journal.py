@@ -16,9 +16,9 @@ from typing import Any, Final
 from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.engine.trace import describe_facts, describe_gate
 from inducekv_vllm.errors import InduceKVError
-from inducekv_vllm.host.config import InduceKVConfig
-from inducekv_vllm.host.logs import logger_of
 from inducekv_vllm.protocol import Decision
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .access import KEY_DIGITS
 from .state import ServerState

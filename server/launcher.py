@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from inducekv_vllm.errors import InduceKVError
-from inducekv_vllm.host.config import (
+from inducekv_vllm.vllm_seams.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
     DEFAULT_POOL_ENTRIES,

@@ -35,8 +35,8 @@ from inducekv_vllm.engine.memory_engine import Lease
 from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import BundleError, ConfigError, InduceKVError, UnknownBundle, VersionConflict
-from inducekv_vllm.host.config import InduceKVConfig
-from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from . import engines
 from .access import Access

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..host.device import Device
-from ..host.logs import logger_of
+from ..vllm_seams.device import Device
+from ..vllm_seams.logs import logger_of
 from .kernels.layout import SlotTables
 from .slots import RequestMemory
 

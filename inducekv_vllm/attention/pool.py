@@ -21,9 +21,9 @@ from torch import Tensor
 from ..bundle import Bundle
 from ..bundle.lookup import BundleIndex
 from ..errors import CapacityError, UnsupportedModel
-from ..host.device import Device
 from ..pace import rest
 from ..retrieval.entry_terms import IntArray
+from ..vllm_seams.device import Device
 from .ranges import Ranges, Region
 from .resident_bundle import LayerMemory, ResidentBundle
 from .resident_gate import ResidentGate

@@ -24,8 +24,8 @@ from vllm.sampling_params import SamplingParams
 
 from ..backbone.placeholders import placeholder_ids
 from ..errors import InduceKVError, TaskDataError, UnknownBundle
-from ..host.config import InduceKVConfig
 from ..protocol import Decision, decision_without_worker
+from ..vllm_seams.config import InduceKVConfig
 from .journal import EngineJournal
 from .metrics import BundleMetrics
 from .observation import Observation, observing

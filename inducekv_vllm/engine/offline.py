@@ -33,10 +33,10 @@ from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
-from ..host.config import InduceKVConfig
 from ..pace import poll_delays
 from ..protocol import DecideSpec, Decision, InjectionSpec, decision_without_worker
 from ..teaching import WhenFull, forgotten, taught
+from ..vllm_seams.config import InduceKVConfig
 from .memory_engine import taken_from
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
 from .pictures import picture_params, state_in

@@ -30,8 +30,8 @@ from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult
 from ..engine.gate_log import GateLog
 from ..facts import packed
-from ..host.runner import StepRows
 from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from ..vllm_seams.runner import StepRows
 from .prompts import PromptReader, failure_of
 from .requests import Phase, WorkerRequest, WorkerRequests
 

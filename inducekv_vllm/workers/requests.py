@@ -23,16 +23,16 @@ from ..attention.slots import RequestMemory, Slots
 from ..bundle.lookup import QueryFeatures
 from ..errors import InduceKVError
 from ..facts import Answers
-from ..host.device import HostCopy
 from ..protocol import STARTS, DecideSpec, Decision, InjectionSpec, Start, parse_spec
 from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
+from ..vllm_seams.device import HostCopy
 from .answering import put_answers
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-    from ..host.runner import RunnerTables
+    from ..vllm_seams.runner import RunnerTables
 
 Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
 

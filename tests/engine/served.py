@@ -16,8 +16,8 @@ from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.engine.memory_engine import Lease, MemoryEngine, MemoryRequest
 from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import UnknownBundle
-from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.pace import poll_delays
+from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from tests.engine.parity import FEWER_PROCESSES, World, prompts
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv", **FEWER_PROCESSES}

@@ -17,8 +17,8 @@ from inducekv_vllm.engine.memory_engine import MemoryEngine
 from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.host.config import InduceKVConfig
 from inducekv_vllm.protocol import Decision
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from tests.engine.parity import World
 from tests.engine.served import Served, handle, last
 

@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from prometheus_client import Counter, Gauge, Histogram
 
 from inducekv_vllm import SUPPORTED_VLLM
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 from server import launcher
 
 ROOT = Path(__file__).parents[2]

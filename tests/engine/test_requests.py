@@ -14,8 +14,8 @@ from inducekv_vllm.attention.rows import acting_rows
 from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.facts import Answers
-from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter
+from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.answering import ANSWERS
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store

@@ -23,8 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from inducekv_vllm.facts import Answers, FactsFound
-from inducekv_vllm.host.config import SCHEDULER_CLS
 from inducekv_vllm.protocol import DECISIONS, STARTS, DecideSpec, Decision, Failed, InjectionSpec, Start, Untouched
+from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS
 from server.demo import CHECKPOINT
 
 BLOCK = 32

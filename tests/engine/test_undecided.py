@@ -23,8 +23,8 @@ from inducekv_vllm.engine.gate_log import GateLog
 from inducekv_vllm.errors import InduceKVError, UnsupportedModel
 from inducekv_vllm.facts import Answers, FactsFound
 from inducekv_vllm.gate import TurnMarks, evidence, last_averaged
-from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers import prompts
 from inducekv_vllm.workers.cached_values import CachedValues
 from inducekv_vllm.workers.decisions import Deciding, Decisions, joins

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.files.audit_chain import read, verify
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.journal import STRANGERS
 from server.registry import BundleRegistry
 from tests.bundles import random_bundle

@@ -31,7 +31,7 @@ from inducekv_vllm.errors import (
     TooManyChanges,
     UnsupportedModel,
 )
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry, Checked

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...errors import UnsupportedModel
-from ...host.config import InduceKVConfig
+from ...vllm_seams.config import InduceKVConfig
 from ..cpu_ops import finite_or
 from ..resident_bundle import LayerMemory
 from ..rows import ActingRows

@@ -29,8 +29,8 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.rows import acting_rows
 from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
+from inducekv_vllm.vllm_seams.runner import StepRows
 from tests.unit.inducekv_vllm.attention.pools import (
     CPU,
     fitting_bundle,

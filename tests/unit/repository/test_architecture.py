@@ -28,7 +28,7 @@ LAYERS = {
         ("files", "retrieval", "gate"),
         ("facts",),
         ("bundle",),
-        ("backbone", "host"),
+        ("backbone", "vllm_seams"),
         ("teaching", "protocol"),
         ("attention", "engine"),
         ("workers",),

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 from inducekv_vllm.bundle import Bundle, BundleMetadata
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import launcher
 from tests.pages import (
     DOCS,
