@@ -15,8 +15,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import InduceKVError, LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
+from inducekv_vllm.frontend.stopping import EngineStop
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import poll_delays
 from inducekv_vllm.vllm_seams.logs import logger_of
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from inducekv_vllm.engine.served_bundle import ServedBundle
-from inducekv_vllm.engine.trace import describe_facts, describe_gate
 from inducekv_vllm.errors import InduceKVError
+from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.frontend.trace import describe_facts, describe_gate
 from inducekv_vllm.protocol import Decision
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
@@ -76,7 +76,7 @@ class Journal:
 
         Args:
             owner: the digest of the key that asked; empty without one.
-            trace: see `inducekv_vllm.engine.trace.describe`.
+            trace: see `inducekv_vllm.frontend.trace.describe`.
 
         Raises:
             ConfigError, CapacityError: it cannot be recorded.

@@ -20,9 +20,9 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import AdapterRecord
-from inducekv_vllm.engine.memory_engine import Lease, MemoryRequest
-from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
+from inducekv_vllm.frontend.memory_engine import Lease, MemoryRequest
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.workers.cpu_lora import groups_adapters
 
 from .metrics import RegistryMetrics

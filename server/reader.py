@@ -25,8 +25,8 @@ from inducekv_vllm.bundle import (
     write_bundle,
 )
 from inducekv_vllm.bundle.adapters import read_adapter
-from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import beside_requests
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 

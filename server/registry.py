@@ -31,10 +31,10 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm import __version__
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
-from inducekv_vllm.engine.memory_engine import Lease
-from inducekv_vllm.engine.served_bundle import ServedBundle
-from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import BundleError, ConfigError, InduceKVError, UnknownBundle, VersionConflict
+from inducekv_vllm.frontend.memory_engine import Lease
+from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.frontend.stopping import EngineStop
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 

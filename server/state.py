@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from inducekv_vllm.bundle.metadata import BundleMetadata
-from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import CapacityError, ConfigError
 from inducekv_vllm.files import audit_chain
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 
 APPLICATION: Final = 0x494B5653  # "IKVS", in the file's header
 FORMAT: Final = 1

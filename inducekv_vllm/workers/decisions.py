@@ -28,10 +28,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ..attention.memory_attention import MemoryAttention
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult
-from ..engine.gate_log import GateLog
 from ..facts import packed
 from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
 from ..vllm_seams.runner import StepRows
+from .gate_log import GateLog
 from .prompts import PromptReader, failure_of
 from .requests import Phase, WorkerRequest, WorkerRequests
 

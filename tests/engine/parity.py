@@ -27,7 +27,7 @@ from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.bundle.lookup import BundleIndex, QueryFeatures
-from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.frontend.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.protocol import Decision
 from inducekv_vllm.retrieval.entry_terms import Weighting
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS

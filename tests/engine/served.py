@@ -13,9 +13,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import read_bundle
-from inducekv_vllm.engine.memory_engine import Lease, MemoryEngine, MemoryRequest
-from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import UnknownBundle
+from inducekv_vllm.frontend.memory_engine import Lease, MemoryEngine, MemoryRequest
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import poll_delays
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from tests.engine.parity import FEWER_PROCESSES, World, prompts

@@ -30,8 +30,8 @@ from vllm.inputs import TokensPrompt
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation, first_active_position
-from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.frontend.offline import MemoryLLM
 from inducekv_vllm.gate import last_averaged
 from selector.backbone.injection import TensorMemory, attend_decoupled, mapped
 from tests.bundles import decided_gate, random_gate, random_maps, remade

@@ -15,8 +15,8 @@ from vllm.inputs import TokensPrompt
 
 from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
-from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
-from inducekv_vllm.engine.served_bundle import ServedBundle
+from inducekv_vllm.frontend.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from selector.backbone.generation import score
 from server.demo import CHECKPOINT
 from tests.bundles import remade

@@ -13,10 +13,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import AdapterRecord
-from inducekv_vllm.engine.memory_engine import MemoryEngine
-from inducekv_vllm.engine.owner import OWNER
-from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.frontend.memory_engine import MemoryEngine
+from inducekv_vllm.frontend.owner import OWNER
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.protocol import Decision
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from tests.engine.parity import World

@@ -19,7 +19,6 @@ from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.resident_gate import ResidentGate
 from inducekv_vllm.attention.slots import Slots
 from inducekv_vllm.bundle.lookup import LookupResult
-from inducekv_vllm.engine.gate_log import GateLog
 from inducekv_vllm.errors import InduceKVError, UnsupportedModel
 from inducekv_vllm.facts import Answers, FactsFound
 from inducekv_vllm.gate import TurnMarks, evidence, last_averaged
@@ -28,6 +27,7 @@ from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers import prompts
 from inducekv_vllm.workers.cached_values import CachedValues
 from inducekv_vllm.workers.decisions import Deciding, Decisions, joins
+from inducekv_vllm.workers.gate_log import GateLog
 from inducekv_vllm.workers.prompts import PromptReader
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.bundles import D, J, random_gate

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from server.registry import BundleRegistry
 from server.state import ServerState
 from tests.engine.parity import TOLERANCE, gated_bundle, prompts

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from inducekv_vllm.bundle import Bundle, FactRecord, with_metadata, write_bundle
-from inducekv_vllm.engine.served_bundle import ServedBundle
 from inducekv_vllm.errors import CapacityError, ConfigError
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from server.state import ServerState, VersionRecord, check_state_file
 from tests.bundles import random_bundle
 

@@ -36,7 +36,7 @@ from server.demo import CHECKPOINT
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from inducekv_vllm.engine.served_bundle import ServedBundle
+    from inducekv_vllm.frontend.served_bundle import ServedBundle
 
 RESULTS: Final = Path(__file__).parents[2] / "results" / "facts_pictures.json"
 STORED: Final = (4, 16, 96)  # things
@@ -88,7 +88,7 @@ class Asked:
     """An engine, and the bundles that are taught in it."""
 
     def __init__(self, llm: LLM, folder: Path) -> None:
-        from inducekv_vllm.engine.offline import MemoryLLM
+        from inducekv_vllm.frontend.offline import MemoryLLM
 
         self.offline, self._folder = MemoryLLM(llm), folder
 

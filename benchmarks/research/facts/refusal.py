@@ -28,8 +28,8 @@ from benchmarks.real.sources import Packages
 from benchmarks.research.facts.engine import facts_engine
 from benchmarks.research.facts.families import CAPITAL, HARD, Family, capitals, families, halves, lockers
 from benchmarks.research.facts.seeds_table import seeds_table
-from inducekv_vllm.engine.offline import MemoryLLM
-from inducekv_vllm.engine.served_bundle import ServedBundle
+from inducekv_vllm.frontend.offline import MemoryLLM
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.teaching import fact_of
 from selector.gate.background import everyday_requests
 

@@ -30,7 +30,7 @@ LAYERS = {
         ("bundle",),
         ("backbone", "vllm_seams"),
         ("teaching", "protocol"),
-        ("attention", "engine"),
+        ("attention", "frontend"),
         ("workers",),
         ("plugin", "worker", "scheduler"),
     ),

@@ -25,7 +25,7 @@ class EngineJournal(Protocol):
 
         Args:
             owner: the digest of the key that asked; empty without one.
-            trace: see `inducekv_vllm.engine.trace.describe`.
+            trace: see `inducekv_vllm.frontend.trace.describe`.
 
         Raises:
             InduceKVError: it cannot be recorded, so there is no answer.
