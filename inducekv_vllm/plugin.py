@@ -72,8 +72,8 @@ def check_vllm_version(installed: str) -> None:
         raise UnsupportedModel(f"InduceKV supports vLLM {SUPPORTED_VLLM}, found {installed}")
     if os.environ.get(WARNED_VARIABLE) == installed:
         return
-    from .host.logs import logger_of
-    from .host.seams import missing_seams
+    from .vllm_seams.logs import logger_of
+    from .vllm_seams.seams import missing_seams
 
     if missing := missing_seams():
         raise UnsupportedModel(

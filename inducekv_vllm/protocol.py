@@ -36,13 +36,13 @@ class InjectionSpec:
     entries: tuple[int, ...]  # [k]
     weights: tuple[float, ...]  # [k], alpha
     remainder: bool
-    start: int = 0  # the first position that memory acts on; above 0 for decoupled memory only
+    first_active: int = 0  # the first position that memory acts on; above 0 for decoupled memory only
     expired: int = 0  # entries of the bundle that the request is answered without, as if they were not there
 
     @property
     def block_key(self) -> BlockKey:
         """What tells the request's blocks of the KV cache from others, from that of its first active position on."""
-        return "inducekv", self.content, self.start
+        return "inducekv", self.content, self.first_active
 
     @property
     def content(self) -> str:
@@ -56,7 +56,9 @@ class InjectionSpec:
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> InjectionSpec:
         entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
-        return cls(str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["start"]), int(raw["expired"]))
+        return cls(
+            str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["first_active"]), int(raw["expired"])
+        )
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class Decision:
     @property
     def first_active(self) -> int | None:
         """The first position that the entries act on; None without entries."""
-        return None if self.injection is None else self.injection.start
+        return None if self.injection is None else self.injection.first_active
 
     @property
     def keeps_remainder(self) -> bool:
@@ -195,7 +197,7 @@ class Decision:
         if self.same_pass or isinstance(self.outcome, Failed):
             return None
         if isinstance(self.outcome, InjectionSpec):
-            return self.outcome.start
+            return self.outcome.first_active
         if isinstance(self.outcome, TaskAdapter):
             return 0
         return None if self.facts is None else prompt_tokens - 1

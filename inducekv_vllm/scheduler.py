@@ -36,8 +36,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .host.config import InduceKVConfig
 from .protocol import DECISIONS, STARTS, BlockKey, DecideSpec, Decision, Start, parse_spec
+from .vllm_seams.config import InduceKVConfig
 
 NEVER = 1 << 60  # a step
 
@@ -235,8 +235,8 @@ class _MemoryRequests(Scheduler):
                 asked = self.asked.get(output.request_id)
                 if asked is None or asked.decision is None or (asked.is_delivered and not output.finished):
                     continue
-                told = {"inducekv": asked.decision.to_json()}
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **told}
+                delivered = {"inducekv": asked.decision.to_json()}
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **delivered}
                 asked.is_delivered = True
                 if output.finished:
                     del self.asked[output.request_id]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from .data.examples import Example
@@ -176,8 +176,8 @@ class Server:
             body["vllm_xargs"] = {**TRACED, **options.get("vllm_xargs", {})}
         found = self.call("POST", "chat/completions", body, as_admin=False)
         try:
-            told = (found.get("kv_transfer_params") or {}).get("inducekv")
-            return Answer(str(found.get("id", "")), str(found["choices"][0]["message"]["content"] or ""), told)
+            found_trace = (found.get("kv_transfer_params") or {}).get("inducekv")
+            return Answer(str(found.get("id", "")), str(found["choices"][0]["message"]["content"] or ""), found_trace)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ServerError(f"the answer of {self.url} is none to a chat request: {found!r:.200}") from error
 

@@ -17,10 +17,10 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.errors import BundleError, InduceKVError
 from inducekv_vllm.files.regular import open_regular
-from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE, InduceKVConfig
+from inducekv_vllm.frontend.owner import OWNER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE, InduceKVConfig
 
 KEY_DIGITS: Final = 16  # of the digest of a key, in the audit chain
 

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 
 from .requests import OUR_ROUTES, access_of, admin, error_answer
 

@@ -15,10 +15,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import InduceKVError, LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
-from inducekv_vllm.host.config import InduceKVConfig
-from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.frontend.stopping import EngineStop
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .journal import Journal
 from .state import ServerState

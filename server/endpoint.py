@@ -23,11 +23,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.tasks import SupportedTask
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
-from inducekv_vllm.engine.memory_engine import MemoryEngine, MemoryRequest
-from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
-from inducekv_vllm.host.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
-from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.frontend.memory_engine import MemoryEngine, MemoryRequest
+from inducekv_vllm.frontend.stopping import EngineStop
+from inducekv_vllm.vllm_seams.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware, TurnMiddleware

@@ -9,17 +9,17 @@ from collections.abc import Iterable
 from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
-from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import poll_delays
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .names import task_adapters
 
 logger = logger_of(__name__)
 
 
-async def load(client: EngineClient, memory: Memory) -> int:
+async def load(client: EngineClient, memory: ServedBundle) -> int:
     """Load a bundle and its tasks' adapters while requests run; return its bytes in the pool of the first rank.
 
     If this fails, or is given up, some ranks may have it: unload it.
@@ -44,7 +44,7 @@ async def load(client: EngineClient, memory: Memory) -> int:
     return int(answers[0]["resident_bytes"])
 
 
-async def unload(client: EngineClient, memory: Memory, but: Iterable[LoRARequest] = ()) -> None:
+async def unload(client: EngineClient, memory: ServedBundle, but: Iterable[LoRARequest] = ()) -> None:
     """Drop a bundle, or its load; running requests keep it until they end. `but`: adapters that others use."""
     needed = {adapter.lora_int_id for adapter in but}
     for adapter in task_adapters(memory).values():

@@ -12,7 +12,7 @@ from vllm.entrypoints.serve.engine.protocol import ModelCard
 
 import inducekv_vllm
 from inducekv_vllm.bundle import FORMAT_VERSION
-from inducekv_vllm.engine.owner import OWNER
+from inducekv_vllm.frontend.owner import OWNER
 
 from .names import unpinned
 from .requests import TAG, KeyToSeeMore, access_of, error_answer, errors, registry_of

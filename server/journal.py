@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.trace import describe_facts, describe_gate
 from inducekv_vllm.errors import InduceKVError
-from inducekv_vllm.host.config import InduceKVConfig
-from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.frontend.trace import describe_facts, describe_gate
 from inducekv_vllm.protocol import Decision
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .access import KEY_DIGITS
 from .state import ServerState
@@ -42,10 +42,10 @@ class Journal:
         # Decisions of this API process, the last one first, without anything of the requests; None without the page.
         self.latest: deque[dict[str, Any]] | None = deque(maxlen=LATEST) if config.memory_page else None
 
-    async def note(self, event: str, **facts: Any) -> None:
+    async def note(self, event: str, **details: Any) -> None:
         """Record what has happened already."""
         try:
-            await asyncio.to_thread(self._state.note, event, facts)
+            await asyncio.to_thread(self._state.note, event, details)
         except InduceKVError as error:
             logger.error("the event %r could not be recorded: %s", event, error)
 
@@ -63,7 +63,7 @@ class Journal:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def note_decision(self, name: str, memory: Memory, decision: Decision) -> None:
+    def note_decision(self, name: str, memory: ServedBundle, decision: Decision) -> None:
         """Keep for the page what a request is answered with, as it begins."""
         if self.latest is None:
             return
@@ -76,12 +76,12 @@ class Journal:
 
         Args:
             owner: the digest of the key that asked; empty without one.
-            trace: see `inducekv_vllm.engine.trace.describe`.
+            trace: see `inducekv_vllm.frontend.trace.describe`.
 
         Raises:
             ConfigError, CapacityError: it cannot be recorded.
         """
-        facts = {
+        details = {
             "request": request_id,
             "by": owner[:KEY_DIGITS] or None,
             "name": trace["bundle"],
@@ -89,7 +89,7 @@ class Journal:
             "task": trace["gate"] and trace["gate"]["task"],
             "entries": {entry["id"]: entry["weight"] for entry in (*trace["entries"], *trace["facts"])},
         }
-        await asyncio.to_thread(self._state.note, "answer", facts)
+        await asyncio.to_thread(self._state.note, "answer", details)
 
     def note_facts(self, name: str, facts: Sequence[str]) -> None:
         """Facts are about to answer. It is written down once a minute, and before a name is taught more."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from inducekv_vllm.errors import InduceKVError
-from inducekv_vllm.host.config import (
+from inducekv_vllm.vllm_seams.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
     DEFAULT_POOL_ENTRIES,
@@ -223,7 +223,7 @@ def set_admin_key(environment: MutableMapping[str, str], given: str | None, *, n
 def check_files(config: InduceKVConfig) -> None:
     """Raises InduceKVError: a bundle, a key, the state or the gate's log cannot be used."""
     from inducekv_vllm.bundle import read_bundle, read_public_key, require_signature
-    from inducekv_vllm.engine.gate_log import open_log
+    from inducekv_vllm.workers.gate_log import open_log
 
     from .state import check_state_file
 

@@ -1,6 +1,6 @@
 """Metrics of the loaded bundles and their changes; vLLM's route `/metrics` exports them.
 
-`inducekv_vllm/engine/metrics.py` has those of the requests.
+`inducekv_vllm/frontend/metrics.py` has those of the requests.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import vllm
 from prometheus_client import Counter, Gauge, Histogram
 
 import inducekv_vllm
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.metrics import BundleMetrics, end_series, several_processes
+from inducekv_vllm.frontend.metrics import BundleMetrics, end_series, several_processes
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 
 from .changes import Change
 
@@ -75,7 +75,7 @@ _OF_A_NAME: Final = (BUNDLE_INFO, LOADED_AT, ENTRIES, RESIDENT_BYTES)
 class Resident(Protocol):
     """A version that is resident: see `names.Version`."""
 
-    memory: Memory
+    memory: ServedBundle
     resident_bytes: int
     names: set[str]
     active: int

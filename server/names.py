@@ -20,9 +20,9 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import AdapterRecord
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.memory_engine import Lease, MemoryRequest
 from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
+from inducekv_vllm.frontend.memory_engine import Lease, MemoryRequest
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.workers.cpu_lora import groups_adapters
 
 from .metrics import RegistryMetrics
@@ -87,7 +87,7 @@ class ServedNames(dict[str, LoRARequest]):
 class Version:
     """One content that is resident on the workers."""
 
-    memory: Memory
+    memory: ServedBundle
     resident_bytes: int  # in the pool of one worker rank
     names: set[str] = field(default_factory=set)  # that stand for it
     active: int = 0  # requests of this API process
@@ -212,7 +212,7 @@ class Names:
         if name not in self and len(self.records) >= at_most:
             raise CapacityError(f"{len(self.records)} bundles are loaded, and no more are allowed (max_bundles)")
 
-    def check_adapters(self, name: str, memory: Memory, vllm_config: VllmConfig) -> None:
+    def check_adapters(self, name: str, memory: ServedBundle, vllm_config: VllmConfig) -> None:
         """Raises UnsupportedModel: its adapters cannot be served here."""
         config, records = vllm_config.lora_config, memory.metadata.task_adapters
         groups = groups_adapters(vllm_config)
@@ -247,7 +247,7 @@ class Names:
         """What is shown of a name."""
         version, records = self.of(name), self.records[name]
         memory = version.memory
-        facts: dict[str, Any] = {
+        details: dict[str, Any] = {
             field: getattr(memory.metadata, field)
             for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
         }
@@ -264,11 +264,11 @@ class Names:
             resident_bytes=version.resident_bytes,
             active_requests=version.active,
             versions=[_shown(record, is_admin) for record in records],
-            **facts,
+            **details,
         )
 
 
-def task_adapters(memory: Memory) -> dict[str, LoRARequest]:
+def task_adapters(memory: ServedBundle) -> dict[str, LoRARequest]:
     """The LoRA adapters of a bundle's tasks. The prefix cache tells adapters apart by name."""
     return {
         record.task: LoRARequest(
@@ -278,7 +278,7 @@ def task_adapters(memory: Memory) -> dict[str, LoRARequest]:
     }
 
 
-def adapter_folder(memory: Memory, record: AdapterRecord) -> Path:
+def adapter_folder(memory: ServedBundle, record: AdapterRecord) -> Path:
     """The folder of a task's adapter; a relative path is relative to the bundle's folder."""
     return Path(memory.path).parent / record.path
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
-from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 
 from .requests import TAG, Admin, error_answer, errors, registry_of
 from .schemas import MemoryDecision, MemoryDecisions

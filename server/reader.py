@@ -25,10 +25,10 @@ from inducekv_vllm.bundle import (
     write_bundle,
 )
 from inducekv_vllm.bundle.adapters import read_adapter
-from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import beside_requests
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 
 from .access import Access, opened
 from .names import adapter_folder
@@ -41,7 +41,7 @@ T = TypeVar("T")
 class Checked:
     """A bundle that has been read and checked."""
 
-    memory: Memory
+    memory: ServedBundle
     bundle: bytes | None = None  # the content of its file, to be kept
 
 
@@ -112,7 +112,7 @@ class BundleReader:
         after = change(before, self.facts)
         file = Path(self._folder.name, f"{after.digest}.safetensors")
         write_bundle(after, file, verify=False)
-        return Changed(before, after, Checked(Memory.from_bundle(after, str(file)), file.read_bytes()))
+        return Changed(before, after, Checked(ServedBundle.from_bundle(after, str(file)), file.read_bytes()))
 
     @cached_property
     def facts(self) -> FactReader:
@@ -169,7 +169,7 @@ class BundleReader:
             # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
             require_signature(bundle.signature, bundle.digest, self._signers, source)
         try:
-            memory = dataclasses.replace(Memory.from_bundle(bundle, file), path=path)
+            memory = dataclasses.replace(ServedBundle.from_bundle(bundle, file), path=path)
         except OSError as error:
             raise BundleError(f"{path}: the file was removed while it was loaded") from error
         if not keep or bundle.metadata.task_adapters:  # their folders may be relative to its own

@@ -31,12 +31,12 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm import __version__
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.memory_engine import Lease
-from inducekv_vllm.engine.stopping import EngineStop
 from inducekv_vllm.errors import BundleError, ConfigError, InduceKVError, UnknownBundle, VersionConflict
-from inducekv_vllm.host.config import InduceKVConfig
-from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.frontend.memory_engine import Lease
+from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.frontend.stopping import EngineStop
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from . import engines
 from .access import Access
@@ -410,7 +410,7 @@ class BundleRegistry:
             self._draining -= {digest}
             self.in_background(self._leave(digest, version.memory))
 
-    async def _leave(self, digest: str, memory: Memory) -> None:
+    async def _leave(self, digest: str, memory: ServedBundle) -> None:
         """This process does not use a version any more. The last one unloads it."""
         if not await asyncio.to_thread(self._state.leave, digest):
             return

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from inducekv_vllm.errors import CapacityError, LoadTimeout, TooManyChanges, UnknownBundle, UnknownFact, VersionConflict
-from inducekv_vllm.host.config import ADMIN_HEADER
-from inducekv_vllm.host.logs import logger_of
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .access import Access, ChangeRefused, who
 from .registry import BundleRegistry

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from inducekv_vllm.bundle.metadata import BundleMetadata
-from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import CapacityError, ConfigError
 from inducekv_vllm.files import audit_chain
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 
 APPLICATION: Final = 0x494B5653  # "IKVS", in the file's header
 FORMAT: Final = 1
@@ -105,7 +105,7 @@ class Snapshot:
     """What is served, at one moment."""
 
     versions: dict[str, tuple[VersionRecord, ...]]  # of each name that is served, the newest first
-    contents: dict[str, tuple[Memory, int]]  # of what is resident: with its bytes in the pool of one rank
+    contents: dict[str, tuple[ServedBundle, int]]  # of what is resident: with its bytes in the pool of one rank
     draining: frozenset[str]  # of these, what this process has not left
 
 
@@ -124,19 +124,19 @@ class ServerState:
         """
         self.path, self.keeps_bundles, self.process = Path(path).absolute(), keeps_bundles, process
         self._lock = threading.Lock()
-        self._memories: dict[str, Memory] = {}  # by digest
-        with _told(f"{self.path}: cannot be used as a state file"):
+        self._memories: dict[str, ServedBundle] = {}  # by digest
+        with _as_config_error(f"{self.path}: cannot be used as a state file"):
             while not check_state_file(self.path) and process:
                 time.sleep(WAIT_S)
             self._locks = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if not process and not self._take(SERVER):
                 raise ConfigError(f"{self.path}: another server uses this state file")
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._writer, self._quick, self._reader = (self._connect() for _ in range(3))
+            self._durable, self._quick, self._watch = (self._connect() for _ in range(3))
             self._quick.execute("PRAGMA synchronous = NORMAL")  # the operating system has it, the disk may not
-            if self._writer.execute("PRAGMA application_id").fetchone() == (0,):
-                self._writer.executescript(SCHEMA)
-            self._writer.execute(USES)
+            if self._durable.execute("PRAGMA application_id").fetchone() == (0,):
+                self._durable.executescript(SCHEMA)
+            self._durable.execute(USES)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -147,7 +147,7 @@ class ServerState:
     def close(self) -> None:
         """Let another server use the file."""
         with self._lock:
-            for connection in (self._writer, self._quick, self._reader):
+            for connection in (self._durable, self._quick, self._watch):
                 connection.close()
             os.close(self._locks)
 
@@ -177,8 +177,8 @@ class ServerState:
 
         What is not durable survives the end of the server, and with the next durable change that of the machine.
         """
-        rows = self._writer if durable else self._quick
-        with self._lock, _told(f"{self.path}: cannot record this; nothing changed"):
+        rows = self._durable if durable else self._quick
+        with self._lock, _as_config_error(f"{self.path}: cannot record this; nothing changed"):
             rows.execute("BEGIN IMMEDIATE")
             try:
                 yield rows
@@ -188,17 +188,17 @@ class ServerState:
                     rows.execute("ROLLBACK")
                 raise
 
-    def note(self, event: str, facts: Mapping[str, Any]) -> None:
+    def note(self, event: str, details: Mapping[str, Any]) -> None:
         """Add to the audit chain what has happened already, or an answer that is about to begin."""
         with self._transaction(durable=False) as rows:
-            audit_chain.append(rows, event, facts)
+            audit_chain.append(rows, event, details)
 
     # ---- what is served ------------------------------------------------------------------------------------------
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
+    def begin(self, details: Mapping[str, Any]) -> None:
         """A server starts: nothing is resident, and nothing is left of its predecessor's requests."""
         with self._transaction() as rows:
-            audit_chain.append(rows, "start", facts)
+            audit_chain.append(rows, "start", details)
             for statement in ("draining", "attempts", "traces", "server"):
                 rows.execute(f"DELETE FROM {statement}")
             rows.execute("UPDATE contents SET resident_bytes = NULL")
@@ -216,35 +216,35 @@ class ServerState:
 
     def change_number(self) -> int:
         """Another one after any change, also of this process. It reads memory that the processes share."""
-        with _told(f"{self.path}: cannot be read"):
-            (number,) = self._reader.execute("PRAGMA data_version").fetchone()
+        with _as_config_error(f"{self.path}: cannot be read"):
+            (number,) = self._watch.execute("PRAGMA data_version").fetchone()
         return int(number)
 
     def snapshot(self) -> Snapshot:
-        with self._lock, _told(f"{self.path}: cannot be read"):
-            self._writer.execute("BEGIN")
+        with self._lock, _as_config_error(f"{self.path}: cannot be read"):
+            self._durable.execute("BEGIN")
             try:
                 versions: dict[str, list[VersionRecord]] = {}
-                for row in self._writer.execute(f"SELECT {RECORD} FROM versions ORDER BY number DESC"):
+                for row in self._durable.execute(f"SELECT {RECORD} FROM versions ORDER BY number DESC"):
                     versions.setdefault(row[0], []).append(_record(row))
-                served = {name for (name,) in self._writer.execute("SELECT name FROM versions WHERE served")}
-                resident = self._writer.execute(
+                served = {name for (name,) in self._durable.execute("SELECT name FROM versions WHERE served")}
+                resident = self._durable.execute(
                     "SELECT digest, metadata, path, file_bytes, resident_bytes FROM contents "
                     "WHERE resident_bytes IS NOT NULL"
                 ).fetchall()
-                own = self._writer.execute("SELECT digest FROM draining WHERE process = ?", (self.process,))
+                own = self._durable.execute("SELECT digest FROM draining WHERE process = ?", (self.process,))
                 draining = {digest for (digest,) in own}
             finally:
-                self._writer.execute("COMMIT")
+                self._durable.execute("COMMIT")
             contents = {digest: (self._memory(digest, *row), nbytes) for digest, *row, nbytes in resident}
             self._memories = {digest: memory for digest, (memory, _) in contents.items()}
             records = {name: tuple(each) for name, each in versions.items() if name in served}
             return Snapshot(records, contents, frozenset(draining & contents.keys()))
 
-    def _memory(self, digest: str, metadata: str, path: str, file_bytes: int) -> Memory:
+    def _memory(self, digest: str, metadata: str, path: str, file_bytes: int) -> ServedBundle:
         if digest in self._memories:
             return self._memories[digest]
-        return Memory(BundleMetadata.model_validate_json(metadata), path, file_bytes)
+        return ServedBundle(BundleMetadata.model_validate_json(metadata), path, file_bytes)
 
     def records(self, name: str) -> tuple[VersionRecord, ...]:
         """The versions of a name, served or not, the newest first."""
@@ -263,7 +263,7 @@ class ServerState:
     def point(
         self,
         record: VersionRecord,
-        memory: Memory,
+        memory: ServedBundle,
         resident_bytes: int,
         bundle: bytes | None,
         keep: int,
@@ -287,7 +287,7 @@ class ServerState:
         metadata = memory.metadata.model_dump_json()
         with self._transaction() as rows:
             before, replaced = _served(rows), _served(rows, record.name)
-            audit_chain.append(rows, event, _facts(record, next(iter(replaced), None)))
+            audit_chain.append(rows, event, _details_of(record, next(iter(replaced), None)))
             newest = rows.execute(
                 "SELECT digest, source FROM versions WHERE name = ? ORDER BY number DESC LIMIT 1", (record.name,)
             ).fetchone()
@@ -336,8 +336,8 @@ class ServerState:
             CapacityError, ConfigError: it cannot be recorded. Nothing has changed.
         """
         with self._transaction() as rows:
-            facts = {"name": name, "digests": list(digests), "served": next(iter(_served(rows, name))), "by": who}
-            audit_chain.append(rows, "forget", facts)
+            details = {"name": name, "digests": list(digests), "served": next(iter(_served(rows, name))), "by": who}
+            audit_chain.append(rows, "forget", details)
             for digest in digests:
                 rows.execute("DELETE FROM versions WHERE name = ? AND digest = ?", (name, digest))
             for statement in DROP_UNUSED:
@@ -372,7 +372,7 @@ class ServerState:
     def _erase_log(self) -> None:
         """What was deleted is overwritten in the file, and leaves the write-ahead log too, once nobody reads it."""
         with self._lock, contextlib.suppress(sqlite3.OperationalError):
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._durable.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # ---- what the API processes tell each other ------------------------------------------------------------------
 
@@ -446,8 +446,8 @@ class ServerState:
         return []
 
     def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        with self._lock, _told(f"{self.path}: cannot be read"):
-            return self._writer.execute(statement, values).fetchall()
+        with self._lock, _as_config_error(f"{self.path}: cannot be read"):
+            return self._durable.execute(statement, values).fetchall()
 
 
 def check_state_file(path: Path) -> bool:
@@ -462,7 +462,7 @@ def check_state_file(path: Path) -> bool:
         return False
     if not path.is_file():
         raise ConfigError(f"{path}: a state file is expected, and this is no file")
-    with _told(f"{path}: cannot be used as a state file"):
+    with _as_config_error(f"{path}: cannot be used as a state file"):
         if path.stat().st_size == 0:
             return False
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as found:
@@ -485,9 +485,9 @@ def _served(rows: sqlite3.Connection, name: str | None = None) -> set[str]:
     return {digest for (digest,) in rows.execute(f"{SERVED} AND coalesce(name = ?, TRUE)", (name,))}
 
 
-def _facts(record: VersionRecord, before: str | None) -> dict[str, Any]:
-    facts = {"name": record.name, "digest": record.digest, "parent": record.parent_digest, "before": before}
-    return {**facts, "by": record.by, "source": record.source}
+def _details_of(record: VersionRecord, before: str | None) -> dict[str, Any]:
+    details = {"name": record.name, "digest": record.digest, "parent": record.parent_digest, "before": before}
+    return {**details, "by": record.by, "source": record.source}
 
 
 def _drain(rows: sqlite3.Connection, before: set[str], processes: Iterable[int]) -> None:
@@ -507,7 +507,7 @@ def _record(row: tuple[str, str, str | None, str, str, str]) -> VersionRecord:
 
 
 @contextlib.contextmanager
-def _told(problem: str) -> Iterator[None]:
+def _as_config_error(problem: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:

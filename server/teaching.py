@@ -13,9 +13,9 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord
-from inducekv_vllm.engine.memory_engine import MemoryEngine
-from inducekv_vllm.engine.pictures import is_picture
 from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
+from inducekv_vllm.frontend.memory_engine import MemoryEngine
+from inducekv_vllm.frontend.pictures import is_picture
 from inducekv_vllm.teaching import fact_of, forgotten, left_out, superseded, taught
 
 from .bodies import MemoryRoute

@@ -71,7 +71,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def admin_key() -> Iterator[None]:
     """INDUCEKV_ADMIN_KEY is that of the servers of the tests."""
-    from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+    from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
     from tests.server.launch import ADMIN_KEY
 
     with pytest.MonkeyPatch.context() as patch:

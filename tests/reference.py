@@ -15,7 +15,7 @@ from inducekv_vllm.bundle.activation import first_active_position
 from inducekv_vllm.retrieval.entry_terms import EntryTerms
 from selector.backbone.gate_rule import routed_tasks, routing
 from selector.backbone.generation import score
-from selector.backbone.injection import Memory, Terms
+from selector.backbone.injection import TensorMemory, Terms
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.token_values import evidence_in, token_values
 
@@ -35,7 +35,7 @@ def reference_logprobs(
     Runs both passes: query key and evidence from the untouched model, then the tokens under the retrieved memory, or
     under the untouched model if the bundle's relevance gate is closed.
     """
-    memory = Memory.from_bundle(bundle, device=backbone.device)
+    memory = TensorMemory.from_bundle(bundle, device=backbone.device)
     evidence = torch.zeros(1, 0) if bundle.gate is None else reference_evidence(backbone, bundle.gate, prompt)[None]
     is_open, log_prior = routing(bundle, evidence)
     if not is_open[0]:

@@ -78,10 +78,10 @@ def random_bundle(backbone: BackboneFingerprint, entries: int) -> Bundle:
 
 
 def remade(bundle: Bundle, **changed: Any) -> Bundle:
-    """The bundle with other tensors or facts."""
+    """The bundle with other tensors or metadata."""
     names = ("backbone", "budget", "entries", "recipe", "settings", "weighting")
-    facts = {name: getattr(bundle.metadata, name) for name in names}
-    return Bundle.create(**bundle.tensors() | facts | changed)
+    fields = {name: getattr(bundle.metadata, name) for name in names}
+    return Bundle.create(**bundle.tensors() | fields | changed)
 
 
 def body(model: str, messages: list[Message]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 from benchmarks.server_process import processes_of
-from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 
 DRAIN_SECONDS = 60.0
 REST_SECONDS = 10.0  # clients know that a connection is closed, and bundles that they are unloaded, before the server

@@ -27,7 +27,7 @@ from benchmarks.chat import question_of, user_turn
 from benchmarks.demo.world import examples
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 from selector.client import ServerError
 from server.demo import CHECKPOINT
 

@@ -129,7 +129,7 @@ class Inputs:
         place = tables.token_index[self.slots].long()  # [n, S]
         scale = tables.key_scale[self.slots, :, None, None]  # [n, S, 1, 1]
         keys, values = (x[:, place].permute(1, 2, 0, 3) * scale.to(x.dtype) for x in (pool.keys, pool.values))
-        values = values * pool.gate[1].to(values.dtype)
+        values = values * pool.value_gate[1].to(values.dtype)
         if self.prior.case.form == "decoupled":  # a token of zeros: its logit is 0, and it adds nothing
             return pad(keys, (0, 0, 0, 0, 0, 1)), pad(values, (0, 0, 0, 0, 0, 1))
         own_keys, own_values = self.caches[layer]

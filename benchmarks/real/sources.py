@@ -142,10 +142,10 @@ def _countries() -> tuple[Country, ...]:
         raise ValueError("no countryinfo/data/*.json")
     found = []
     for file in files:
-        facts = json.loads(Path(str(package.locate_file(file))).read_text(encoding="utf-8"))
-        codes = facts.get("callingCodes") or [""]
-        texts = (facts.get("name") or "", facts.get("capital") or "", re.sub(r"\D", "", codes[0]))
-        found.append(Country(*texts, int(facts.get("area") or 0), facts.get("demonym") or ""))
+        fields = json.loads(Path(str(package.locate_file(file))).read_text(encoding="utf-8"))
+        codes = fields.get("callingCodes") or [""]
+        texts = (fields.get("name") or "", fields.get("capital") or "", re.sub(r"\D", "", codes[0]))
+        found.append(Country(*texts, int(fields.get("area") or 0), fields.get("demonym") or ""))
     return tuple(found)
 
 
@@ -155,9 +155,9 @@ def _emoji() -> tuple[Emoji, ...]:
     for language in LANGUAGES:
         emoji.config.load_language(language)
     found = []
-    for character, facts in sorted(emoji.EMOJI_DATA.items()):
-        names = {code: facts[code] for code in (ENGLISH, *LANGUAGES) if code in facts}
-        if facts["status"] == emoji.STATUS["fully_qualified"] and not any(v in names[ENGLISH] for v in TONE_OR_SEX):
+    for character, fields in sorted(emoji.EMOJI_DATA.items()):
+        names = {code: fields[code] for code in (ENGLISH, *LANGUAGES) if code in fields}
+        if fields["status"] == emoji.STATUS["fully_qualified"] and not any(v in names[ENGLISH] for v in TONE_OR_SEX):
             found.append(Emoji(character, {code: name.strip(":").replace("_", " ") for code, name in names.items()}))
     return tuple(found)
 

@@ -68,7 +68,7 @@ def problem_of(scorer: Scorer, examples: Sequence[Example], activation: Activati
     import torch
 
     from selector.backbone.extraction import extract, extract_keys
-    from selector.backbone.injection import Memory
+    from selector.backbone.injection import TensorMemory
     from selector.backbone.scoring import Questions
     from selector.refined.training import TrainingProblem
 
@@ -76,7 +76,7 @@ def problem_of(scorer: Scorer, examples: Sequence[Example], activation: Activati
     entries = extract(backbone, examples[:1], 16)
     gates, bias = torch.full((backbone.num_layers,), 0.5), torch.zeros(backbone.num_layers)
     payloads = entries.payload_keys, entries.payload_values
-    memory = Memory(entries.keys, *payloads, torch.tensor(0.07), gates, bias, "uniform", "decoupled")
+    memory = TensorMemory(entries.keys, *payloads, torch.tensor(0.07), gates, bias, "uniform", "decoupled")
     first_active = scorer.first_active(examples, [activation] * len(examples))
     questions = Questions(examples, extract_keys(backbone, examples), first_active)
     return TrainingProblem(scorer, memory, questions, torch.zeros(len(examples), 1), questions, False)
@@ -171,10 +171,10 @@ def main() -> int:
         f"\n{args.model}: weights in bfloat16 {weights:.0f} MiB, activations of one example of {args.tokens} tokens "
         f"{all_layers['activations, MiB']:.0f} MiB"
     )
-    facts = {"model": args.model, "tokens": args.tokens, "weights_mib": weights, "machine": describe_machine()}
+    details = {"model": args.model, "tokens": args.tokens, "weights_mib": weights, "machine": describe_machine()}
     measured = dict(zip(map(str, args.depths), rows, strict=True))
     args.output.write_text(
-        json.dumps({**facts, "measured": measured, "predicted": predicted, "all_layers": all_layers}, indent=1) + "\n"
+        json.dumps({**details, "measured": measured, "predicted": predicted, "all_layers": all_layers}, indent=1) + "\n"
     )
     return 0
 

@@ -156,12 +156,12 @@ def decouple(merged: Path, work: Path) -> dict[str, Path]:
     the entries, and the decoupled memory would lie apart from its null token.
     """
     bundle = read_bundle(merged)
-    facts = ("backbone", "budget", "entries", "recipe", "settings")
+    fields = ("backbone", "budget", "entries", "recipe", "settings")
     bundles = {decoupled_name(activation): work / f"{activation}.safetensors" for activation in ACTIVATIONS}
     for activation, path in zip(ACTIVATIONS, bundles.values(), strict=True):
         decoupled = Bundle.create(
             **bundle.tensors() | {"payload_values": 0.5 * bundle.payload_values},
-            **{name: getattr(bundle.metadata, name) for name in facts},
+            **{name: getattr(bundle.metadata, name) for name in fields},
             weighting="uniform",
             form="decoupled",
             activations=dict.fromkeys(bundle.metadata.tasks, activation),

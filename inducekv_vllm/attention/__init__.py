@@ -24,6 +24,6 @@ The base implementation computes the self-attention output of every row. For row
 computes an output and a log-sum-exp over the S memory tokens, and `merge_memory` combines the two into one softmax. For
 rows with decoupled memory, `add_memory` adds attention over the S tokens, and the maps:
 
-    merged      w = sigmoid(lse_memory + layer_bias - lse_self)    output = (1 - w) self + w gate memory
-    decoupled   output = self + gate (softmax([logits ; 0]) [values ; 0] + maps(self))
+    merged      w = sigmoid(lse_memory + layer_bias - lse_self)    output = (1 - w) self + w value_gate memory
+    decoupled   output = self + value_gate (softmax([logits ; 0]) [values ; 0] + maps(self))
 """

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import UnsupportedModel
-from ..host.logs import logger_of
-from ..host.requirements import check_merged
+from ..vllm_seams.logs import logger_of
+from ..vllm_seams.requirements import check_merged
 from .cpu_ops import packed_values
 from .decoupled import DecoupledStep, active_rows
 from .memory_attention import attach_to_decoders, dtype_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ..host.runner import StepRows
+    from ..vllm_seams.runner import StepRows
 
 logger = logger_of(__name__)
 

@@ -1,4 +1,6 @@
-"""Decoupled memory around any attention backend: output + gate (softmax([memory logits ; 0]) [values ; 0] + maps).
+"""Decoupled memory around any attention backend.
+
+    output + value_gate (softmax([memory logits ; 0]) [values ; 0] + maps)
 
 It needs the queries and the output of self-attention alone, neither its log-sum-exp nor the layout of the KV cache. So
 it works with every backend and every kind of self-attention: sliding window, sinks, soft caps, quantised caches.
@@ -77,7 +79,7 @@ def active_rows(acting: Sequence[ActingRows]) -> list[ActiveRows]:
 
 
 def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale: float) -> None:
-    """Add gate (softmax([memory logits ; 0]) [values ; 0] + maps) to the output [R, H, D] in place; query [R, H, D].
+    """Add value_gate (softmax([memory logits ; 0]) [values ; 0] + maps) to output [R, H, D] in place; query [R, H, D].
 
     Few operations count: for a few rows, each takes no longer than its call.
     """
@@ -88,8 +90,8 @@ def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale
     own = output.clone()
     if stored.map_in is not None:
         blocks = output.view(R, J, -1).transpose(0, 1)  # [J, R, G D]
-        blocks.add_(mapped(blocks, stored, memory), alpha=stored.gate)
-    output.view(R, J, H // J, D).add_(read.transpose(0, 1), alpha=stored.gate)
+        blocks.add_(mapped(blocks, stored, memory), alpha=stored.value_gate)
+    output.view(R, J, H // J, D).add_(read.transpose(0, 1), alpha=stored.value_gate)
     if (finite := finite_or(output, own)) is not output:
         output.copy_(finite)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from triton import OutOfResources
 
 from ..errors import UnsupportedModel
-from ..host.device import Device
-from ..host.logs import logger_of
-from ..host.requirements import check_merged
+from ..vllm_seams.device import Device
+from ..vllm_seams.logs import logger_of
+from ..vllm_seams.requirements import check_merged
 from .attach import KeepsLse
 from .kernel_step import GraphBuffers, StepLaunch, rows_with_memory
 from .kernel_tables import KernelTables
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ..host.runner import StepRows
+    from ..vllm_seams.runner import StepRows
 
 logger = logger_of(__name__)
 
@@ -190,7 +190,7 @@ def _layer_pool(pool: MemoryPool, tables: KernelTables, layer: int) -> LayerPool
     return LayerPool(
         keys=pool.keys[layer],
         values=pool.values[layer],
-        gate=tables.gate[layer],
+        value_gate=tables.value_gate[layer],
         bias=tables.bias[layer],
         map_in=pool.map_rows(pool.keys[layer]),
         map_out=pool.map_rows(pool.values[layer]),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..host.device import Device
+from ..vllm_seams.device import Device
 from .kernels.geometry import KernelGeometry, MemoryRows
 from .kernels.layout import StepTensors
 from .kernels.tiles import LaunchShape, plan_tiles

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..host.device import Device
-from ..host.logs import logger_of
+from ..vllm_seams.device import Device
+from ..vllm_seams.logs import logger_of
 from .kernels.layout import SlotTables
 from .slots import RequestMemory
 
@@ -30,7 +30,7 @@ class KernelTables:
         self.slots = SlotTables.allocate(num_slots, most_entries, most_entries, device.torch_device)
         aligned = -(-(num_slots + 1) // 4) * 4  # every layer's row begins at 16 bytes: kernels are compiled for that
         size = (num_layers, aligned)
-        self.gate, self.bias = (
+        self.value_gate, self.bias = (
             torch.zeros(size, device=device.torch_device)[:, : num_slots + 1] for _ in range(2)
         )  # [L, N + 1] float32
         self._device = device
@@ -40,7 +40,7 @@ class KernelTables:
 
     @property
     def nbytes(self) -> int:
-        return self.slots.nbytes + self.gate.nbytes + self.bias.nbytes
+        return self.slots.nbytes + self.value_gate.nbytes + self.bias.nbytes
 
     def write(self, memory: RequestMemory) -> None:
         """Fill a slot."""
@@ -64,7 +64,7 @@ class KernelTables:
         tables.map_length[slot].fill_(k * r)
         tables.log_remainder[slot].fill_(terms.log_remainder)
         tables.decoupled[slot].fill_(bundle.form == "decoupled")
-        self.gate[:, slot].copy_(self._device.upload(torch.tensor([layer.gate for layer in bundle.layers])))
+        self.value_gate[:, slot].copy_(self._device.upload(torch.tensor([layer.value_gate for layer in bundle.layers])))
         self.bias[:, slot].copy_(self._device.upload(torch.tensor([layer.bias for layer in bundle.layers])))
 
     def _put(self, table: Tensor, slot: int, values: npt.NDArray[np.generic]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ..errors import UnsupportedModel
-    from ..host.runner import StepRows
+    from ..vllm_seams.runner import StepRows
     from .slots import RequestMemory
 
 

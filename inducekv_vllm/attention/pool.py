@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..bundle import Bundle
-from ..bundle.lookup import MemoryIndex
+from ..bundle.lookup import BundleIndex
 from ..errors import CapacityError, UnsupportedModel
-from ..host.device import Device
 from ..pace import rest
 from ..retrieval.entry_terms import IntArray
+from ..vllm_seams.device import Device
 from .ranges import Ranges, Region
 from .resident_bundle import LayerMemory, ResidentBundle
 from .resident_gate import ResidentGate
@@ -132,7 +132,7 @@ class MemoryPool:
             LayerMemory(
                 keys=self.keys[layer, :, tokens],
                 values=self.values[layer, :, tokens],
-                gate=float(bundle.value_gates[layer]),
+                value_gate=float(bundle.value_gates[layer]),
                 bias=float(bundle.layer_bias[layer]),
                 map_in=self.map_rows(self.keys[layer])[:, rows] if rank else None,
                 map_out=self.map_rows(self.values[layer])[:, rows] if rank else None,
@@ -151,7 +151,7 @@ class MemoryPool:
             nbytes=2 * self.keys[:, :, : len(region.place) * G].nbytes,
             first_token=first_token,
             first_map_row=first_map_row,
-            index=MemoryIndex.from_bundle(bundle),
+            index=BundleIndex.from_bundle(bundle),
             gate=gate,
             first_layers=first_layers(bundle),
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..backbone.stored_facts import StoredFacts
-from ..bundle.lookup import MemoryIndex
+from ..bundle.lookup import BundleIndex
 from ..errors import UnsupportedModel
 from ..gate import TurnMarks
 from ..retrieval.entry_terms import Form, IntArray, Weighting
@@ -24,11 +24,11 @@ class LayerMemory:
 
     keys: Tensor  # [J, B m, D], before RoPE, as at position 0
     values: Tensor  # [J, B m, D], before the value gate
-    gate: float
+    value_gate: float
     bias: float
     # The same memory as rows of maps of the attention output, for a bundle that has any.
     map_in: Tensor | None = None  # [J, B r, G D]
-    map_out: Tensor | None = None  # [J, B r, G D], transposed, before the gate
+    map_out: Tensor | None = None  # [J, B r, G D], transposed, before the value gate
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class ResidentBundle:
     nbytes: int  # of the region
     first_token: int  # place in the pool
     first_map_row: int  # place among the rows of maps
-    index: MemoryIndex  # on the host
+    index: BundleIndex  # on the host
     first_layers: IntArray  # [B], the first layer in which an entry does anything
     gate: ResidentGate | None = None  # beside the pool
     facts: StoredFacts | None = None  # on the first rank's host

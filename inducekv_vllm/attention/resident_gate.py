@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..bundle import Gate
 from ..gate import TokenScores, TurnMarks
-from ..host.device import Device
+from ..vllm_seams.device import Device
 
 
 @dataclass(frozen=True, eq=False)

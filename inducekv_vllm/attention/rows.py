@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from .slots import RequestMemory
 
 if TYPE_CHECKING:
-    from ..host.runner import StepRows
+    from ..vllm_seams.runner import StepRows
 
 
 class HasMemory(Protocol):

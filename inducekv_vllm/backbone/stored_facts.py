@@ -156,10 +156,10 @@ class StoredFacts:
         numbers, seen = task.numbers[questions[: len(scores)]].tolist(), set[str | int]()
         sure: dict[int, float] = {}  # score by number, the best first; of each picture one question
         for number, score in zip(numbers, scores.tolist(), strict=True):
-            told_by = self._facts[number].picture or number
-            if score >= task.threshold and told_by not in seen:
+            identity = self._facts[number].picture or number
+            if score >= task.threshold and identity not in seen:
                 sure[number] = score
-                seen.add(told_by)
+                seen.add(identity)
         answers = answers_of(list(sure.values()), [self._answer(each) for each in sure], task.threshold)
         if answers is None:
             return None
@@ -187,5 +187,5 @@ def question_index(facts: Sequence[FactRecord], task: str, vectors: Vectors) -> 
     if pictures:
         vectors = PictureVectors(vectors, list(pictures.values()))
     # Questions about one picture are found by it alike, so they are one fact.
-    told_by = [facts[number].picture or facts[number].answer for number in numbers]
-    return QuestionIndex(questions, told_by, vectors, pictures), np.array(numbers)
+    identities = [facts[number].picture or facts[number].answer for number in numbers]
+    return QuestionIndex(questions, identities, vectors, pictures), np.array(numbers)

@@ -116,10 +116,10 @@ def _header(path: Path) -> dict[str, _Stored]:
             raise ValueError(f"the header of {path.name} is longer than the file")
         header: dict[str, Any] = json.loads(file.read(length))
     tensors = {}
-    for name, facts in header.items():
+    for name, stored in header.items():
         if name != "__metadata__":
-            begin, end = facts["data_offsets"]
-            tensors[name] = _Stored(path, f"{facts['dtype']} {facts['shape']}", 8 + length + begin, end - begin)
+            begin, end = stored["data_offsets"]
+            tensors[name] = _Stored(path, f"{stored['dtype']} {stored['shape']}", 8 + length + begin, end - begin)
     return tensors
 
 

@@ -29,7 +29,7 @@ class QueryFeatures:
 
 
 @dataclass(frozen=True)
-class MemoryLookup:
+class LookupResult:
     """The result of a lookup for one request."""
 
     retrieval: Retrieval | None  # None if the gate is closed, or sends the request to a task that has an adapter
@@ -63,7 +63,7 @@ class DatedEntries:
 
 
 @dataclass(frozen=True)
-class MemoryIndex(DatedEntries):
+class BundleIndex(DatedEntries):
     """The index and gate of one bundle."""
 
     index: PrefixIndex | None  # over the retrieval keys [B, d]; None without entries
@@ -72,7 +72,7 @@ class MemoryIndex(DatedEntries):
     token_digest: str = ""  # of what turns a prompt into the gate's evidence
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle) -> MemoryIndex:
+    def from_bundle(cls, bundle: Bundle) -> BundleIndex:
         gate = bundle.gate
         return cls(
             metadata=bundle.metadata,
@@ -82,7 +82,7 @@ class MemoryIndex(DatedEntries):
             token_digest=gate.token_digest if gate is not None else "",
         )
 
-    def lookup(self, query: QueryFeatures, top_k: int | None, now: datetime | None = None) -> MemoryLookup:
+    def lookup(self, query: QueryFeatures, top_k: int | None, now: datetime | None = None) -> LookupResult:
         """Find the entries and weights for a request; `top_k` None means all entries.
 
         They are those of the task that the gate chooses, or all B without a gate. Uniform weighting takes all of them
@@ -102,14 +102,14 @@ class MemoryIndex(DatedEntries):
             assert query.evidence is not None
             gate_decision = self.gate.decide(query.evidence, tasks if num_expired else None)
             if gate_decision.task is None or self.metadata.adapter_of(gate_decision.task):
-                return MemoryLookup(None, gate_decision, num_expired)
+                return LookupResult(None, gate_decision, num_expired)
         elif not alive:
-            return MemoryLookup(None, None, num_expired)
+            return LookupResult(None, None, num_expired)
         chosen = [i for i in alive if gate_decision is None or entries[i].task == gate_decision.task]
         if not chosen:  # the task has facts alone
-            return MemoryLookup(None, gate_decision, num_expired)
+            return LookupResult(None, gate_decision, num_expired)
         retrieval = self._retrieve(query.key, np.array(chosen, dtype=np.int64), top_k)
-        return MemoryLookup(retrieval, gate_decision, num_expired)
+        return LookupResult(retrieval, gate_decision, num_expired)
 
     def _retrieve(self, key: FloatArray | None, entries: IntArray, top_k: int | None) -> Retrieval:
         """Weights for entries [n], or for the `top_k` of them that are closest to the key."""

@@ -146,7 +146,7 @@ class Bundle:
     layer_bias: Tensor  # [L] float32, added to every memory logit of the layer
     metadata: BundleMetadata
     gate: Gate | None = None  # with its stored tensors; None for a memory that is always used
-    # Entry i adds alpha_i gate_l map_out map_in o to the attention output o [G D] of each KV head.
+    # Entry i adds alpha_i value_gate_l map_out map_in o to the attention output o [G D] of each KV head.
     map_in: Tensor | None = None  # [L, B, J, r, G D] float16
     map_out: Tensor | None = None  # [L, B, J, G D, r] float16
     signature: Signature | None = None  # of the digest; who may sign is for the reader to decide
@@ -398,8 +398,8 @@ def bundle_digest(bundle: Bundle) -> str:
     """
     sha = hashlib.sha256()
     # A bundle without what was added later has the digest that it had before.
-    facts = set() if bundle.metadata.facts else {"facts", "fact_thresholds"}
-    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *facts})
+    left_out = set() if bundle.metadata.facts else {"facts", "fact_thresholds"}
+    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *left_out})
     if metadata["gate"] is not None and metadata["gate"]["near"] is None:
         del metadata["gate"]["near"]
     rest()

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from ..errors import UnsupportedModel
-from ..host.device import Device
+from ..vllm_seams.device import Device
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention

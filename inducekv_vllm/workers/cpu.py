@@ -8,7 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
-from ..host.requirements import check_cpu_weights
+from ..vllm_seams.requirements import check_cpu_weights
 from . import cpu_lora
 from .memory_worker import MemoryWorker
 

@@ -10,7 +10,7 @@ from ..attention.kernel_memory import KernelMemoryAttention
 from ..attention.kernel_tables import KernelTables
 from ..attention.kernels import launch
 from ..attention.memory_attention import MemoryAttention
-from ..host.requirements import check_gpu_runner
+from ..vllm_seams.requirements import check_gpu_runner
 from .memory_worker import MemoryWorker
 
 

@@ -27,11 +27,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..attention.memory_attention import MemoryAttention
 from ..bundle.activation import first_active_position
-from ..bundle.lookup import MemoryIndex, MemoryLookup
-from ..engine.gate_log import GateLog
+from ..bundle.lookup import BundleIndex, LookupResult
 from ..facts import packed
-from ..host.runner import StepRows
 from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from ..vllm_seams.runner import StepRows
+from .gate_log import GateLog
 from .prompts import PromptReader, failure_of
 from .requests import Phase, WorkerRequest, WorkerRequests
 
@@ -82,7 +82,7 @@ class Deciding:
 
 
 def outcome_of(
-    index: MemoryIndex, spec: DecideSpec, lookup: MemoryLookup, token_ids: Sequence[int], placeholders: Collection[int]
+    index: BundleIndex, spec: DecideSpec, lookup: LookupResult, token_ids: Sequence[int], placeholders: Collection[int]
 ) -> Untouched | InjectionSpec | TaskAdapter:
     """What the request goes on with: entries, or the adapter of its task.
 
@@ -101,7 +101,7 @@ def outcome_of(
         entries=tuple(retrieval.entries.tolist()),
         weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
         remainder=spec.remainder and index.metadata.weighting == "sqrt",
-        start=first_active_position(activation, token_ids, placeholders),
+        first_active=first_active_position(activation, token_ids, placeholders),
         expired=lookup.num_expired,
     )
 

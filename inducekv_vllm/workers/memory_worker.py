@@ -33,16 +33,16 @@ from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle import BackboneFingerprint, read_bundle
-from ..engine.gate_log import GateLog
 from ..errors import CapacityError, InduceKVError
-from ..host.config import InduceKVConfig
-from ..host.device import Device, device_of
-from ..host.logs import logger_of
-from ..host.requirements import check_engine
-from ..host.runner import RunnerTables, StepRows, follow_runner
+from ..vllm_seams.config import InduceKVConfig
+from ..vllm_seams.device import Device, device_of
+from ..vllm_seams.logs import logger_of
+from ..vllm_seams.requirements import check_engine
+from ..vllm_seams.runner import RunnerTables, StepRows, follow_runner
 from .answering import register
 from .cached_values import CachedValues
 from .decisions import Deciding, Decisions
+from .gate_log import GateLog
 from .prompts import PromptReader
 from .refusals import check_bundle
 from .requests import WorkerRequests

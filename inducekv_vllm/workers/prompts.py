@@ -23,8 +23,8 @@ from ..attention.resident_gate import ResidentGate
 from ..errors import InduceKVError
 from ..facts.pictures import LAYER
 from ..gate import PIECE, TurnMarks, deciding_tokens, in_pieces, last_averaged
-from ..host.device import Device
-from ..host.logs import logger_of
+from ..vllm_seams.device import Device
+from ..vllm_seams.logs import logger_of
 from .cached_values import CachedValues
 from .requests import WorkerRequest
 

@@ -9,7 +9,7 @@ from ..attention.memory_attention import MemoryAttention, dtype_of
 from ..bundle import Bundle, check_magnitudes
 from ..errors import BundleError, CapacityError, UnsupportedModel
 from ..facts.pictures import LAYER
-from ..host.requirements import check_maps
+from ..vllm_seams.requirements import check_maps
 from .cached_values import CachedValues
 
 if TYPE_CHECKING:

@@ -23,16 +23,16 @@ from ..attention.slots import RequestMemory, Slots
 from ..bundle.lookup import QueryFeatures
 from ..errors import InduceKVError
 from ..facts import Answers
-from ..host.device import HostCopy
 from ..protocol import STARTS, DecideSpec, Decision, InjectionSpec, Start, parse_spec
 from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
+from ..vllm_seams.device import HostCopy
 from .answering import put_answers
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-    from ..host.runner import RunnerTables
+    from ..vllm_seams.runner import RunnerTables
 
 Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
 
@@ -215,7 +215,7 @@ class WorkerRequests:
         assert request.bundle is not None
         terms = _terms(spec, request.bundle)
         request.bundle.region.retain()
-        request.injection = _Injection(spec.content, terms, spec.start)
+        request.injection = _Injection(spec.content, terms, spec.first_active)
         self._take_slot(request)
 
     def _take_slot(self, request: WorkerRequest) -> None:

@@ -22,7 +22,7 @@ from ..data.examples import Example
 from .facts import fact_reader
 from .gate_rule import decisions, fact_tasks, routed_tasks, routing
 from .generation import generate
-from .injection import Memory, Terms
+from .injection import TensorMemory, Terms
 from .model import Backbone, Inputs
 from .scoring import Scorer
 from .token_values import evidence_of, picture_states
@@ -41,8 +41,8 @@ class BundledModel:
         return self.scorer.backbone
 
     @cached_property
-    def memory(self) -> Memory | None:
-        return None if self.bundle is None else Memory.from_bundle(self.bundle, device=self.backbone.device)
+    def memory(self) -> TensorMemory | None:
+        return None if self.bundle is None else TensorMemory.from_bundle(self.bundle, device=self.backbone.device)
 
     @cached_property
     def facts(self) -> StoredFacts | None:
@@ -119,7 +119,7 @@ class BundledModel:
 
     def _injection(
         self, examples: Sequence[Example], keys: Tensor, prior: Tensor, with_memory: bool
-    ) -> tuple[Memory | None, Terms | None]:
+    ) -> tuple[TensorMemory | None, Terms | None]:
         """The memory and the terms of n questions for which the gate decides alike, or neither."""
         if not with_memory or self.memory is None or self.bundle is None:
             return None, None

@@ -32,8 +32,9 @@ def gated_prior(gate: Gate, entry_tasks: Sequence[str], evidence: Tensor) -> tup
 
     Returns:
         open [n] bool: if False, the request runs without memory, as it does if its task has facts alone;
-        log_prior [n, B] float32, for `Memory.terms`: 0 for the entries of the request's task, -inf for all others. The
-        row of a request without memory is that of the nearest task with entries, so that its unused terms are finite.
+        log_prior [n, B] float32, for `TensorMemory.terms`: 0 for the entries of the request's task, -inf for all
+        others. The row of a request without memory is that of the nearest task with entries, so that its unused terms
+        are finite.
 
     Raises:
         ConfigError: evidence of another shape, or an entry of a task that the gate does not have.

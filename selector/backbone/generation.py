@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from inducekv_vllm.facts import Answers, mixed, next_tokens
 
-from .injection import Memory, Terms, injected
+from .injection import TensorMemory, Terms, injected
 from .model import TOKEN_INPUTS, Backbone, Inputs
 
 
@@ -32,7 +32,7 @@ def score(
     backbone: Backbone,
     prompts: Sequence[Inputs],
     answers: Sequence[Sequence[int]],
-    memory: Memory | None = None,
+    memory: TensorMemory | None = None,
     terms: Terms | None = None,
 ) -> list[Tensor]:
     """log p(answer token | prompt, earlier answer tokens), for n prompts in one differentiable forward pass.
@@ -61,7 +61,7 @@ def answer_logprobs(
     backbone: Backbone,
     prompts: Sequence[Inputs],
     answers: Sequence[Sequence[int]],
-    memory: Memory | None = None,
+    memory: TensorMemory | None = None,
     terms: Terms | None = None,
 ) -> list[Tensor]:
     """log p(every token | prompt, earlier answer tokens) at each answer token's position; arguments as in `score`.
@@ -94,7 +94,7 @@ def generate(
     backbone: Backbone,
     prompts: Sequence[Inputs],
     max_new_tokens: int,
-    memory: Memory | None = None,
+    memory: TensorMemory | None = None,
     terms: Terms | None = None,
     *,
     ignore_eos: bool = False,
@@ -149,7 +149,7 @@ class _Following(LogitsProcessor):
         )
 
 
-def injecting(memory: Memory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:
+def injecting(memory: TensorMemory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:
     assert (memory is None) == (terms is None), "memory and terms come together"
     return injected(memory, terms) if memory is not None and terms is not None else contextlib.nullcontext()
 

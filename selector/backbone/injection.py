@@ -62,7 +62,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Memory:
+class TensorMemory:
     """A memory as tensors, any of which may require gradients."""
 
     retrieval_keys: Tensor  # [B, d]
@@ -79,7 +79,7 @@ class Memory:
     @classmethod
     def from_bundle(
         cls, bundle: Bundle, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-    ) -> Memory:
+    ) -> TensorMemory:
         return cls(
             retrieval_keys=bundle.retrieval_keys.to(device, dtype),
             payload_keys=bundle.payload_keys.to(device, dtype),
@@ -93,7 +93,7 @@ class Memory:
             map_out=None if bundle.map_out is None else bundle.map_out.to(device, dtype),
         )
 
-    def of_layer(self, layer: int, device: torch.device) -> Memory:
+    def of_layer(self, layer: int, device: torch.device) -> TensorMemory:
         """The memory of one layer alone, which is its layer 0, on this device; gradients reach this memory."""
         one = slice(layer, layer + 1)
         return replace(
@@ -153,11 +153,11 @@ class Memory:
         return Terms(scale, log_weight, scale, log_remainder)
 
 
-_injected: ContextVar[tuple[Memory, Terms] | None] = ContextVar("injected", default=None)
+_injected: ContextVar[tuple[TensorMemory, Terms] | None] = ContextVar("injected", default=None)
 
 
 @contextlib.contextmanager
-def injected(memory: Memory, terms: Terms) -> Iterator[None]:
+def injected(memory: TensorMemory, terms: Terms) -> Iterator[None]:
     """Within the context, forward passes of a `Backbone` over n requests attend to the memory with their terms."""
     token = _injected.set((memory, terms))
     try:
@@ -255,11 +255,11 @@ def attend(
     value: Tensor,  # [n, J, S, D]
     visible: Tensor,  # [n or 1, T, S] bool: which tokens of the request a query may see
     scaling: float,
-    memory: Memory,
+    memory: TensorMemory,
     terms: Terms,
     layer: int,
 ) -> Tensor:
-    """One softmax over [memory ; remainder ; self], computed in at least float32. Returns [n, T, H, D]."""
+    """One softmax over [memory ; remainder ; self], in at least float32. Returns [n, T, H, D]."""
     n, H, T, D = query.shape
     J, S = key.shape[1:3]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -283,11 +283,11 @@ def attend(
 def attend_decoupled(
     query: Tensor,  # [n, H, T, D]
     scaling: float,
-    memory: Memory,
+    memory: TensorMemory,
     terms: Terms,
     layer: int,
 ) -> Tensor:
-    """gate softmax([memory logits ; 0]) [memory values ; 0], computed in at least float32. Returns [n, T, H, D]."""
+    """value_gate softmax([memory logits ; 0]) [memory values ; 0], in at least float32. Returns [n, T, H, D]."""
     n, H, T, D = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     J = memory.payload_keys.shape[2]
@@ -298,7 +298,7 @@ def attend_decoupled(
     return _memory_values(share, memory, terms, layer).reshape(n, H, T, D).transpose(1, 2)
 
 
-def mapped(output: Tensor, memory: Memory, terms: Terms, layer: int) -> Tensor:
+def mapped(output: Tensor, memory: TensorMemory, terms: Terms, layer: int) -> Tensor:
     """What the maps add to self-attention's output [n, T, H, D], computed in at least float32: [n, T, H, D]."""
     assert memory.map_in is not None
     assert memory.map_out is not None
@@ -313,7 +313,7 @@ def mapped(output: Tensor, memory: Memory, terms: Terms, layer: int) -> Tensor:
     return torch.einsum("ntjbr,bjcr->ntjc", inner, map_out).reshape(n, T, H, D)
 
 
-def _memory_logits(query: Tensor, scaling: float, memory: Memory, terms: Terms, layer: int) -> Tensor:
+def _memory_logits(query: Tensor, scaling: float, memory: TensorMemory, terms: Terms, layer: int) -> Tensor:
     """Logits of the memory tokens, [n, J, G, T, B, m], for query [n, J, G, T, D]."""
     dtype = query.dtype
     logits = torch.einsum("njgtd,bjmd->njgtbm", query, memory.payload_keys[layer].to(dtype)) * scaling
@@ -321,7 +321,7 @@ def _memory_logits(query: Tensor, scaling: float, memory: Memory, terms: Terms, 
     return logits + memory.layer_bias[layer].to(dtype)
 
 
-def _memory_values(share: Tensor, memory: Memory, terms: Terms, layer: int) -> Tensor:
+def _memory_values(share: Tensor, memory: TensorMemory, terms: Terms, layer: int) -> Tensor:
     """What the shares [n, J, G, T, B, m] take from the memory: [n, J, G, T, D]."""
     dtype = share.dtype
     share = share * _per_entry(terms.value_scale, dtype)

@@ -21,7 +21,7 @@ from inducekv_vllm.errors import TaskDataError
 
 from ..data.examples import Example
 from .generation import answer_logprobs, answer_tokens_logprobs
-from .injection import Memory, Terms
+from .injection import TensorMemory, Terms
 from .model import Backbone, Inputs
 from .tails import Tail, compute_tail, has_tails, tail_logprobs
 
@@ -41,7 +41,7 @@ class Questions:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def terms(self, memory: Memory, rows: slice | list[int], log_prior: Tensor | None) -> Terms:
+    def terms(self, memory: TensorMemory, rows: slice | list[int], log_prior: Tensor | None) -> Terms:
         """The memory's terms for these rows; `log_prior` is theirs, [B] or [number of rows, B]."""
         terms = memory.terms(self.keys[rows], log_prior=log_prior)
         return terms if self.first_active is None else replace(terms, first_active=self.first_active[rows])
@@ -100,7 +100,9 @@ class Scorer:
         limit: int = self.backbone.model.config.get_text_config(decoder=True).max_position_embeddings
         return limit
 
-    def losses(self, examples: Sequence[Example], memory: Memory | None = None, terms: Terms | None = None) -> Tensor:
+    def losses(
+        self, examples: Sequence[Example], memory: TensorMemory | None = None, terms: Terms | None = None
+    ) -> Tensor:
         """NLL of each example, summed over its answer's tokens (paper, Eq. nll_rewrite): [n], differentiable.
 
         Raises:
@@ -109,7 +111,7 @@ class Scorer:
         return self.losses_of(examples, self.predicted(examples, memory, terms))
 
     def predicted(
-        self, examples: Sequence[Example], memory: Memory | None = None, terms: Terms | None = None
+        self, examples: Sequence[Example], memory: TensorMemory | None = None, terms: Terms | None = None
     ) -> list[Tensor]:
         """Log-probabilities at each position that predicts an answer token: [answer tokens, vocabulary] per example."""
         answers = [self.answer_tokens(example) for example in examples]
@@ -162,7 +164,9 @@ class Scorer:
         return losses
 
     @torch.no_grad()
-    def each_loss(self, questions: Questions, memory: Memory | None = None, log_prior: Tensor | None = None) -> Tensor:
+    def each_loss(
+        self, questions: Questions, memory: TensorMemory | None = None, log_prior: Tensor | None = None
+    ) -> Tensor:
         """NLL of each of n questions, with a memory or without: [n] float64 on the host. Raises as `losses` does."""
         losses = [torch.zeros(0, dtype=torch.float64)]
         for start in range(0, len(questions), self.batch_size):
@@ -171,12 +175,14 @@ class Scorer:
             losses.append(self.losses(questions.examples[rows], memory, terms).double().cpu())
         return torch.cat(losses)
 
-    def mean_loss(self, questions: Questions, memory: Memory | None = None, log_prior: Tensor | None = None) -> float:
+    def mean_loss(
+        self, questions: Questions, memory: TensorMemory | None = None, log_prior: Tensor | None = None
+    ) -> float:
         """Mean NLL over all questions; arguments and errors as for `each_loss`."""
         return float(self.each_loss(questions, memory, log_prior).mean())
 
     @torch.no_grad()
-    def accuracy(self, questions: Questions, memory: Memory, log_prior: Tensor | None = None) -> float:
+    def accuracy(self, questions: Questions, memory: TensorMemory, log_prior: Tensor | None = None) -> float:
         """The share of questions whose every answer token is the likeliest: greedy answers."""
         right = 0
         for start in range(0, len(questions), self.batch_size):

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from .generation import answer_logprobs, forward_with_answers, injecting
-from .injection import Memory, Terms
+from .injection import TensorMemory, Terms
 from .loading import decoder
 from .model import Backbone, Inputs
 
@@ -96,7 +96,7 @@ def tail_logprobs(
     backbone: Backbone,
     tails: Sequence[Tail],
     answer_lengths: Sequence[int],
-    memory: Memory | None = None,
+    memory: TensorMemory | None = None,
     terms: Terms | None = None,
 ) -> list[Tensor]:
     """log p(every token) at each answer token's position, as `answer_logprobs`; memory acts on every tail token.

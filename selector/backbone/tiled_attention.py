@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from .injection import Memory, Terms, attention_with
+from .injection import TensorMemory, Terms, attention_with
 from .model import Backbone, attention_named
 
 TILED_ATTENTION_NAME: Final = "inducekv_tiled"
@@ -45,7 +45,7 @@ def attend_tiled(
     value: Tensor,  # [n, J, S, D]
     visible: Tensor,  # [n or 1, T, S] bool
     scaling: float,
-    memory: Memory,
+    memory: TensorMemory,
     terms: Terms,
     layer: int,
 ) -> Tensor:
@@ -72,7 +72,7 @@ def attend_tiled(
 def attend_decoupled_tiled(
     query: Tensor,  # [n, H, T, D]
     scaling: float,
-    memory: Memory,
+    memory: TensorMemory,
     terms: Terms,
     layer: int,
 ) -> Tensor:
@@ -86,7 +86,7 @@ def attend_decoupled_tiled(
     return (share[..., None] * output).reshape(n, H, T, D).transpose(1, 2)
 
 
-def _attend_memory(query: Tensor, memory: Memory, terms: Terms, layer: int) -> tuple[Tensor, Tensor]:
+def _attend_memory(query: Tensor, memory: TensorMemory, terms: Terms, layer: int) -> tuple[Tensor, Tensor]:
     """`memory_attention` for query [n, J, R, D], already times the softmax scale."""
     scales = (term.to(query.dtype) for term in (terms.key_scale, terms.log_weight, terms.value_scale))
     return memory_attention(query, memory.payload_keys[layer], memory.payload_values[layer], *scales)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 
 from ..client import API_KEY_VARIABLE
 from ..data.choice import ANCHORS_PER_TASK, AnchorPolicy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inducekv_vllm.retrieval.entry_terms import Weighting
 
-from ..backbone.injection import Memory
+from ..backbone.injection import TensorMemory
 from ..backbone.scoring import Questions, Scorer, batch_rows
 from ..update.parametrization import temperature, value_gates
 from .candidate_pool import CandidatePool
@@ -40,11 +40,11 @@ class Objective:
         """The same for the anchors; there must be some."""
         return self._loss(self.anchors, weights, phi, (1, *batch))
 
-    def memory(self, phi: Tensor) -> Memory:
+    def memory(self, phi: Tensor) -> TensorMemory:
         """All candidates as one memory with the calibration `phi`."""
         pool = self.pool
         num_layers = pool.payload_keys.shape[0]
-        return Memory(
+        return TensorMemory(
             retrieval_keys=pool.keys,
             payload_keys=pool.payload_keys,
             payload_values=pool.payload_values,

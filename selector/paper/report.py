@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backbone.injection import Memory
+from ..backbone.injection import TensorMemory
 from ..backbone.scoring import Questions
 from ..update.inputs import TaskInputs
 from ..update.measures import calibration_report, composition, diversity, memory_bytes
@@ -35,7 +35,7 @@ def report_update(
     selected = state.selected(objective.budget)
     relaxed = objective.memory(state.calibration.phi)
     prior = log_prior(state.weights, objective.budget).float()
-    rounded = Memory.from_bundle(bundle)
+    rounded = TensorMemory.from_bundle(bundle)
     queries = validation if len(validation) else objective.current
     log_alpha = (queries.keys @ relaxed.retrieval_keys.T / relaxed.temperature + prior).log_softmax(dim=1)  # [n, N]
     alpha = (queries.keys @ rounded.retrieval_keys.T / rounded.temperature).softmax(dim=1)  # [n, B]

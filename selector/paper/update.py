@@ -16,7 +16,7 @@ from inducekv_vllm.bundle import Bundle, facts_of
 from inducekv_vllm.errors import ConfigError
 
 from ..backbone.extraction import Extraction, extract, extract_keys
-from ..backbone.injection import Memory
+from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone
 from ..backbone.payload_store import PayloadStore
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
@@ -178,7 +178,11 @@ def _select_all(
                 state = select(problem, state, after_iteration=save)
             bundle = _round(inputs, objective, settings, beta, gamma, state)
             with tiled_attention(backbone):
-                loss = objective.scorer.mean_loss(validation, Memory.from_bundle(bundle)) if len(validation) else None
+                loss = (
+                    objective.scorer.mean_loss(validation, TensorMemory.from_bundle(bundle))
+                    if len(validation)
+                    else None
+                )
             results.append(SelectionResult(beta, gamma, state, bundle, loss))
     return results
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
 
-from ..backbone.injection import Memory
+from ..backbone.injection import TensorMemory
 from ..backbone.scoring import Questions, Scorer
 from ..runtime.callback import Callback
 from ..runtime.checkpoint import Checkpoint
@@ -76,7 +76,7 @@ class Search:
     activation: Activation
     first_layer: int
     learning_rate: float
-    memory: Memory  # the task's entries
+    memory: TensorMemory  # the task's entries
     history: tuple[StepRecord, ...]
     begun: tuple[Candidate, ...]
 
@@ -195,7 +195,7 @@ def active_from(scorer: Scorer, questions: Questions, activation: Activation) ->
 
 def _train(
     candidate: Candidate, step: int, checkpoint: Checkpoint | None, progress: bool, callbacks: Sequence[Callback]
-) -> Memory:
+) -> TensorMemory:
     """Up to that step. Raises TaskDataError, BundleError: it diverges."""
     with progress_bar(f"Training, {candidate.title}, to step {step}", step, progress) as advance:
 

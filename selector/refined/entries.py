@@ -12,7 +12,7 @@ from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import ConfigError
 
 from ..backbone.extraction import extract
-from ..backbone.injection import Memory
+from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone
 from ..data.choice import pick
 from ..data.examples import entry_records
@@ -24,7 +24,7 @@ from .settings import RefinedSettings
 
 def initial_entries(
     backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings, keys: Tensor
-) -> tuple[Memory, tuple[EntryRecord, ...]]:
+) -> tuple[TensorMemory, tuple[EntryRecord, ...]]:
     """The new task's K entries as extracted, in float32; `keys` [n, d] are the training examples'.
 
     New values of decoupled memory are 0, so that untrained entries change nothing (LLaMA-Adapter, arXiv 2303.16199).
@@ -40,10 +40,10 @@ def initial_entries(
     value_gates = torch.full((backbone.num_layers,), 1.0 if decoupled else INITIAL_VALUE_GATE)
     layer_bias = torch.zeros(backbone.num_layers)
     if inputs.previous is not None:
-        previous = Memory.from_bundle(inputs.previous)
+        previous = TensorMemory.from_bundle(inputs.previous)
         temperature, value_gates, layer_bias = previous.temperature, previous.value_gates, previous.layer_bias
     map_in, map_out = initial_maps(backbone, settings, len(examples))
-    memory = Memory(
+    memory = TensorMemory(
         retrieval_keys=extraction.keys.half().float(),  # a bundle rounds its keys; train with rounded ones
         payload_keys=extraction.payload_keys,
         payload_values=torch.zeros_like(extraction.payload_values) if decoupled else extraction.payload_values,

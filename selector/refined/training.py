@@ -23,7 +23,7 @@ from torch import Tensor
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import BundleError, TaskDataError
 
-from ..backbone.injection import Memory
+from ..backbone.injection import TensorMemory
 from ..backbone.scoring import Questions, Scorer, batch_rows
 from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ class TrainingProblem:
     """What is trained, and on what."""
 
     scorer: Scorer
-    memory: Memory  # the task's K entries in float32, before training
+    memory: TensorMemory  # the task's K entries in float32, before training
     training: Questions
     log_prior: Tensor  # [n, K] float32, of the training questions: 0, or -inf for an entry that must not be retrieved
     validation: Questions
@@ -73,7 +73,7 @@ def train(
     after_step: Callable[[Training], None] = lambda training: None,
     *,
     until: int | None = None,
-) -> Memory:
+) -> TensorMemory:
     """Take all steps, or those until nothing is gained, resuming from the checkpoint under `name`, if there is one.
 
     Args:
@@ -142,7 +142,7 @@ class Training:
         self.best: dict[str, Tensor] = {}  # the parameters at the check of the least loss
         self.compared: dict[int, list[float]] = {}  # by step, the losses that were compared with other trainings'
 
-    def memory(self) -> Memory:
+    def memory(self) -> TensorMemory:
         """The K entries as trained so far; after checks, as the best one found them."""
         parameters = self.best or {name: parameter.detach() for name, parameter in self.parameters.items()}
         return _memory(self.problem, parameters)
@@ -257,7 +257,7 @@ class Training:
             raise checkpoint.damaged(name, error) from error
 
 
-def step_loss(problem: TrainingProblem, settings: RefinedSettings, memory: Memory, step: int) -> Tensor:
+def step_loss(problem: TrainingProblem, settings: RefinedSettings, memory: TensorMemory, step: int) -> Tensor:
     """Mean NLL of `memory` on the batch of step number `step`: []."""
     questions, device = problem.training, problem.scorer.backbone.device.type
     rows = batch_rows(len(questions), settings.batch_size, settings.seed, (2, step))
@@ -275,7 +275,7 @@ def log_prior(examples: Sequence[Example], entries: Sequence[EntryRecord]) -> Te
     return torch.zeros(own.shape).masked_fill(torch.from_numpy(forbidden), -math.inf)
 
 
-def reachable(memory: Memory, log_prior: Tensor) -> tuple[Memory, Tensor]:
+def reachable(memory: TensorMemory, log_prior: Tensor) -> tuple[TensorMemory, Tensor]:
     """The memory and the prior [n, K] without entries that none of the n questions may retrieve."""
     used = (log_prior > -math.inf).any(dim=0)  # [K] bool
     if bool(used.all()):
@@ -291,7 +291,7 @@ def clipped(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: g * factor if name in PAYLOADS else g for name, g in gradients.items()}
 
 
-def require_storable(memory: Memory) -> None:
+def require_storable(memory: TensorMemory) -> None:
     """Raises BundleError: a payload is outside the range of float16."""
     limit = torch.finfo(torch.float16).max
     for name, tensor in _payloads(memory).items():
@@ -301,7 +301,7 @@ def require_storable(memory: Memory) -> None:
             )
 
 
-def _payloads(memory: Memory) -> dict[str, Tensor]:
+def _payloads(memory: TensorMemory) -> dict[str, Tensor]:
     """[L, K, J, ...] each."""
     return {name: tensor for name in PAYLOADS if (tensor := getattr(memory, name)) is not None}
 
@@ -315,7 +315,7 @@ def _initial_parameters(problem: TrainingProblem) -> dict[str, Tensor]:
     return {**payloads, "phi": phi.float(), "layer_bias": memory.layer_bias.clone()}
 
 
-def _memory(problem: TrainingProblem, parameters: dict[str, Tensor]) -> Memory:
+def _memory(problem: TrainingProblem, parameters: dict[str, Tensor]) -> TensorMemory:
     payloads: dict[str, Any] = {name: parameters[name] for name in PAYLOADS if name in parameters}
     memory = replace(problem.memory, **payloads)
     if not problem.calibrate:

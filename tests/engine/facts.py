@@ -12,8 +12,8 @@ from PIL import Image
 
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
-from inducekv_vllm.engine.offline import MemoryAnswer
 from inducekv_vllm.facts import next_tokens
+from inducekv_vllm.frontend.offline import MemoryAnswer
 from selector.backbone.generation import score
 from tests.engine.parity import TOLERANCE, MemoryEngine, Prompt, greedy, served_logprobs
 from tests.reference import reference_logprobs

@@ -25,8 +25,8 @@ from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
 from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors
 from inducekv_vllm.attention.memory_attention import MemoryAttention
-from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.plugin import FLASH_BACKEND
+from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 
 GRAPH_ROWS = (4, 8, 16)  # sizes of the graphs that are imitated

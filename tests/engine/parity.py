@@ -26,11 +26,11 @@ from vllm import LLM, SamplingParams
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle, EntryRecord, Gate, write_bundle
 from inducekv_vllm.bundle.activation import Activation
-from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
-from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
-from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
+from inducekv_vllm.bundle.lookup import BundleIndex, QueryFeatures
+from inducekv_vllm.frontend.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.protocol import Decision
 from inducekv_vllm.retrieval.entry_terms import Weighting
+from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS
 from selector.backbone.extraction import extract
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone
@@ -349,7 +349,7 @@ class MemoryEngine:
         evidence = None if gate is None else reference_evidence(backbone, gate, inputs)  # [H]
         key = None if bundle.metadata.weighting == "uniform" else backbone.retrieval_keys(inputs)[0].numpy()  # [d]
         features = QueryFeatures(key, None if evidence is None else evidence.numpy())
-        expected = MemoryIndex.from_bundle(bundle).lookup(features, top_k)
+        expected = BundleIndex.from_bundle(bundle).lookup(features, top_k)
         assert (decision.margins is None) == (gate is None)
         if decision.margins is not None and expected.gate_decision is not None:
             assert evidence is not None

@@ -13,11 +13,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import read_bundle
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.memory_engine import Lease, MemoryEngine, MemoryRequest
 from inducekv_vllm.errors import UnknownBundle
-from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.frontend.memory_engine import Lease, MemoryEngine, MemoryRequest
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import poll_delays
+from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from tests.engine.parity import FEWER_PROCESSES, World, prompts
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv", **FEWER_PROCESSES}
@@ -26,7 +26,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "inducekv", **FEWE
 class Memories:
     """The simplest source: fixed memories and a count of leases."""
 
-    def __init__(self, **memories: Memory) -> None:
+    def __init__(self, **memories: ServedBundle) -> None:
         self.memories = memories
         self.leases = 0
 
@@ -109,7 +109,7 @@ async def serve_world(world: World) -> AsyncIterator[Served]:
         )
     try:
         path = str(world.paths["first"])
-        memory = Memory.from_bundle(read_bundle(path), path)
+        memory = ServedBundle.from_bundle(read_bundle(path), path)
         await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
         delays = poll_delays()
         while (loaded := (await llm.collective_rpc("inducekv_load_outcome", args=(memory.digest,)))[0]) is None:

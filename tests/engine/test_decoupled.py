@@ -11,8 +11,8 @@ import pytest
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
-from inducekv_vllm.engine.offline import MemoryAnswer
 from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.frontend.offline import MemoryAnswer
 from server.demo import CHECKPOINT
 from tests.bundles import as_decoupled
 from tests.engine.parity import (

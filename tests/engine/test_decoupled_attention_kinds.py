@@ -30,10 +30,10 @@ from vllm.inputs import TokensPrompt
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation, first_active_position
-from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.frontend.offline import MemoryLLM
 from inducekv_vllm.gate import last_averaged
-from selector.backbone.injection import Memory, attend_decoupled, mapped
+from selector.backbone.injection import TensorMemory, attend_decoupled, mapped
 from tests.bundles import decided_gate, random_gate, random_maps, remade
 from tests.engine.parity import FEWER_PROCESSES, TOLERANCE, engine, greedy, served_logprobs
 from tests.tiny_models import save_tiny_text_model
@@ -109,7 +109,7 @@ def memory_added(bundle: Bundle | None, start: int) -> Iterator[str]:
         )
         if bundle is None:
             return own, None
-        memory = Memory.from_bundle(bundle)
+        memory = TensorMemory.from_bundle(bundle)
         terms = memory.terms(torch.zeros(1, HIDDEN))  # uniform: whatever the query is
         added = attend_decoupled(query, options["scaling"], memory, terms, module.layer_idx)
         added = added + mapped(own, memory, terms, module.layer_idx)

@@ -15,8 +15,8 @@ from vllm.inputs import TokensPrompt
 
 from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.frontend.offline import MemoryAnswer, MemoryLLM
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from selector.backbone.generation import score
 from server.demo import CHECKPOINT
 from tests.bundles import remade
@@ -46,12 +46,12 @@ class Turns:
     def __init__(self, world: World, offline: MemoryLLM, folder: Path) -> None:
         self.world, self.offline, self.folder = world, offline, folder
 
-    def load(self, bundle: Bundle, name: str) -> Memory:
+    def load(self, bundle: Bundle, name: str) -> ServedBundle:
         write_bundle(bundle, self.folder / name)
         return self.offline.load_bundle(self.folder / name)
 
     def ask(
-        self, prompts: list[list[int]], memories: list[tuple[Bundle, Memory] | None], **params: Any
+        self, prompts: list[list[int]], memories: list[tuple[Bundle, ServedBundle] | None], **params: Any
     ) -> list[MemoryAnswer]:
         answers = self.offline.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],

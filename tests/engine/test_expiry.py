@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
-from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
+from inducekv_vllm.bundle.lookup import BundleIndex, QueryFeatures
 from inducekv_vllm.protocol import DecideSpec, InjectionSpec, Untouched
 from inducekv_vllm.workers.decisions import outcome_of
 from selector.update.forget import without_entries
@@ -31,9 +31,9 @@ def expiring(bundle: Bundle, dates: dict[str, datetime]) -> Bundle:
     return with_entries(bundle, tuple(e.model_copy(update={"expires_at": dates.get(e.id)}) for e in entries))
 
 
-def index(bundle: Bundle, tmp_path: Path) -> MemoryIndex:
+def index(bundle: Bundle, tmp_path: Path) -> BundleIndex:
     write_bundle(bundle, tmp_path / "b.safetensors")
-    return MemoryIndex.from_bundle(read_bundle(tmp_path / "b.safetensors"))
+    return BundleIndex.from_bundle(read_bundle(tmp_path / "b.safetensors"))
 
 
 def test_dates_come_back_and_change_the_digest(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from PIL import Image, ImageEnhance
 
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import FactRecord
-from inducekv_vllm.engine.offline import MemoryAnswer
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.facts import packed, unpacked
+from inducekv_vllm.frontend.offline import MemoryAnswer
 from inducekv_vllm.teaching import fact_of
 from selector.backbone.token_values import picture_states
 from tests.drawings import drawings

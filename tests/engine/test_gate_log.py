@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inducekv_vllm.engine import gate_log
-from inducekv_vllm.engine.gate_log import GateLog, open_log
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.workers import gate_log
+from inducekv_vllm.workers.gate_log import GateLog, open_log
 from tests.bundles import random_gated_bundle
 
 BUNDLE = random_gated_bundle()

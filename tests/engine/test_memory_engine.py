@@ -13,12 +13,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import AdapterRecord
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.memory_engine import MemoryEngine
-from inducekv_vllm.engine.owner import OWNER
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.frontend.memory_engine import MemoryEngine
+from inducekv_vllm.frontend.owner import OWNER
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.protocol import Decision
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from tests.engine.parity import World
 from tests.engine.served import Served, handle, last
 
@@ -32,7 +32,7 @@ class Journal:
     def __init__(self, **methods: Any) -> None:
         vars(self).update(methods)
 
-    def note_decision(self, name: str, memory: Memory, decision: Decision) -> None:
+    def note_decision(self, name: str, memory: ServedBundle, decision: Decision) -> None:
         pass
 
     def note_facts(self, name: str, facts: Sequence[str]) -> None:
@@ -188,4 +188,4 @@ def test_a_tasks_adapter_acts_on_the_prompt(world: World) -> None:
     )
     adapter = AdapterRecord(task="u", path="u", digest="0" * 64, rank=1)
     routed = metadata.model_copy(update={"task_adapters": (adapter,)})
-    assert [Memory(each, "/nowhere", 0).acts_on_prompt for each in (metadata, routed)] == [False, True]
+    assert [ServedBundle(each, "/nowhere", 0).acts_on_prompt for each in (metadata, routed)] == [False, True]

@@ -10,13 +10,13 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.metrics import OF_A_BUNDLE, BundleMetrics
-from inducekv_vllm.engine.observation import observing
+from inducekv_vllm.frontend.metrics import OF_A_BUNDLE, BundleMetrics
+from inducekv_vllm.frontend.observation import observing
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.protocol import Decision, InjectionSpec
 from tests.bundles import random_bundle
 
-MEMORY = Memory.from_bundle(random_bundle(), __file__)
+MEMORY = ServedBundle.from_bundle(random_bundle(), __file__)
 OPEN = Decision(InjectionSpec("digest", (0,), (1.0,), False), "computed", "a", (-8.0, 6.3), similarity=0.42)
 
 

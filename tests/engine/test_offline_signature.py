@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from inducekv_vllm.bundle import sign_digest, write_bundle
-from inducekv_vllm.engine import offline
 from inducekv_vllm.errors import BundleError
+from inducekv_vllm.frontend import offline
 from tests.bundles import FINGERPRINT, random_bundle
 
 

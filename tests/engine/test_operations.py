@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from prometheus_client import Counter, Gauge, Histogram
 
 from inducekv_vllm import SUPPORTED_VLLM
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 from server import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 def exported() -> dict[str, set[str]]:
     """The series of our metrics, and the labels of each."""
-    from inducekv_vllm.engine import metrics as of_requests
+    from inducekv_vllm.frontend import metrics as of_requests
     from server import metrics as of_bundles
 
     found: dict[str, set[str]] = {}

@@ -22,14 +22,14 @@ from inducekv_vllm.attention.merged.cpu_backend import InduceKVCPUBackend, Induc
 from inducekv_vllm.attention.merged.flash import InduceKVFlashBackend, InduceKVFlashImpl
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.facts import Answers, FactsFound
-from inducekv_vllm.host.config import SCHEDULER_CLS, InduceKVConfig
-from inducekv_vllm.host.requirements import (
+from inducekv_vllm.plugin import register
+from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched, parse_spec
+from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, InduceKVConfig
+from inducekv_vllm.vllm_seams.requirements import (
     check_engine,
     check_gpu_runner,
     check_merged,
 )
-from inducekv_vllm.plugin import register
-from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched, parse_spec
 
 
 def test_registration_can_be_repeated_and_replaces_the_platforms_backends() -> None:
@@ -81,7 +81,7 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 
 
 def test_specs_survive_the_journey() -> None:
-    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, start=7)
+    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, first_active=7)
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
     found = FactsFound((3, 1), 0.98, Answers(0.9, (0.75, 0.25), ((7, 8), (7,))))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)

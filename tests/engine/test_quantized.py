@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inducekv_vllm.engine.offline import MemoryLLM
 from inducekv_vllm.errors import BundleError
-from inducekv_vllm.host import requirements
+from inducekv_vllm.frontend.offline import MemoryLLM
+from inducekv_vllm.vllm_seams import requirements
 from tests.engine.parity import (
     FEWER_PROCESSES,
     MemoryEngine,

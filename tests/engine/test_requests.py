@@ -14,8 +14,8 @@ from inducekv_vllm.attention.rows import acting_rows
 from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.facts import Answers
-from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter
+from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.answering import ANSWERS
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
@@ -74,8 +74,8 @@ def started(name: str, spec: Any) -> Any:
     return SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[5, 6, 7], block_ids=([0],))
 
 
-def injection(bundle: str, start: int = 0, weight: float = 1.0) -> InjectionSpec:
-    return InjectionSpec(bundle, (0, 1), (weight, 1.0), False, start)
+def injection(bundle: str, first_active: int = 0, weight: float = 1.0) -> InjectionSpec:
+    return InjectionSpec(bundle, (0, 1), (weight, 1.0), False, first_active)
 
 
 DECIDE = DecideSpec("first", False, None, False)
@@ -109,7 +109,7 @@ def test_slots_have_the_memory_of_running_requests() -> None:
 
 def test_a_request_is_decided_once() -> None:
     """Whether its start comes with its first step or with a later one; and it may come back as a new one."""
-    worker, start = Worker(), Start(2, injection("first", start=2), ANSWERED)
+    worker, start = Worker(), Start(2, injection("first", first_active=2), ANSWERED)
     (request,) = worker.follow({"a": DECIDE})
     assert (request.phase, request.memory, request.first_active) == (Phase.UNDECIDED, None, 0)
     worker.follow(running=("a",), starts={"a": start})
@@ -144,7 +144,9 @@ def test_a_request_goes_on_with_an_adapter_and_its_media() -> None:
 
 def test_the_rows_that_memory_acts_on() -> None:
     worker = Worker()
-    worker.follow({"a": injection("first"), "c": injection("other", start=7), "d": DECIDE, "e": injection("first")})
+    worker.follow(
+        {"a": injection("first"), "c": injection("other", first_active=7), "d": DECIDE, "e": injection("first")}
+    )
     step = StepRows(["c", "x", "a", "d", "e"], [4, 0, 9, 0, 2], [6, 2, 1, 3, 0])
     rows = [(each.memory, each.request, each.first, each.end) for each in acting_rows(worker.requests.by_id, step)]
     assert rows == [(worker.memory("c"), 0, 3, 6), (worker.memory("a"), 2, 8, 9)]

@@ -23,8 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from inducekv_vllm.facts import Answers, FactsFound
-from inducekv_vllm.host.config import SCHEDULER_CLS
 from inducekv_vllm.protocol import DECISIONS, STARTS, DecideSpec, Decision, Failed, InjectionSpec, Start, Untouched
+from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS
 from server.demo import CHECKPOINT
 
 BLOCK = 32
@@ -60,7 +60,7 @@ class Engine:
         self.steps: list[dict[str, int]] = []  # rows by request
         self.decisions: dict[str, Decision] = {}  # that the worker will make
         self.starts: dict[str, Start] = {}  # that it was told
-        self.told: dict[str, list[dict[str, Any]]] = {}
+        self.delivered: dict[str, list[dict[str, Any]]] = {}
         self.answers: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 
@@ -87,7 +87,7 @@ class Engine:
             for each in client.outputs:
                 self.answers.setdefault(each.request_id, []).extend(each.new_token_ids)
                 if each.kv_transfer_params is not None:
-                    self.told.setdefault(each.request_id, []).append(each.kv_transfer_params["inducekv"])
+                    self.delivered.setdefault(each.request_id, []).append(each.kv_transfer_params["inducekv"])
 
     def drain(self) -> None:
         while self.scheduler.has_requests() or self.flying:
@@ -122,12 +122,12 @@ class Engine:
         return DROPPED if goes_back and name not in self.starts else RIGHT
 
 
-def opened(start: int) -> Decision:
-    return Decision(InjectionSpec("digest", (1,), (1.0,), False, start), task="a", margins=(1.0,))
+def opened(first_active: int) -> Decision:
+    return Decision(InjectionSpec("digest", (1,), (1.0,), False, first_active), task="a", margins=(1.0,))
 
 
-def started(decision: Decision, position: int) -> Start:
-    return Start(position, decision.injection, answers=decision.facts and decision.facts.answers)
+def started(decision: Decision, redo_from: int) -> Start:
+    return Start(redo_from, decision.injection, answers=decision.facts and decision.facts.answers)
 
 
 CLOSED = Decision(Untouched("outside"), margins=(-1.0,))
@@ -161,9 +161,10 @@ def test_a_request_goes_back_once_and_others_go_on(
     assert [step["m"] for step in engine.steps if "m" in step] == rows
     assert request.num_preemptions == (how == "other blocks")
     assert engine.answers == {"m": [RIGHT] * 6, "other": [RIGHT] * 8}
-    position = length - 1 if decision.injection is None else decision.injection.start
-    assert engine.starts == ({"m": started(decision, position)} if how else {})
-    assert [Decision.parse(each) for each in engine.told["m"]] == [decision] * 2  # with the first and the last token
+    redo_from = length - 1 if decision.injection is None else decision.injection.first_active
+    assert engine.starts == ({"m": started(decision, redo_from)} if how else {})
+    delivered = [Decision.parse(each) for each in engine.delivered["m"]]
+    assert delivered == [decision] * 2  # with the first and the last token
     begun = [step.keys() for step in engine.steps]
     first_other = next(i for i, names in enumerate(begun) if "other" in names)
     assert all("other" in names for names in begun[first_other : first_other + 8])  # it waits for nobody
@@ -182,13 +183,13 @@ def test_a_prompt_that_was_decided_begins_with_its_memory(is_async: bool) -> Non
         engine.drain()
     assert next(step["again"] for step in engine.steps if "again" in step) == 4  # the rest is in the cache
     assert engine.starts["again"] == Start(70, opened(70).injection)
-    assert [each["source"] for each in engine.told["again"]] == ["cached"] * 2
+    assert [each["source"] for each in engine.delivered["again"]] == ["cached"] * 2
     expired = Decision(opened(70).injection, valid_until=1.0)
     for name in ("expired", "anew"):
         engine.decisions.clear()
         engine.add(name, PROMPT[:90], expired)
         engine.drain()
-        assert engine.told[name][0]["source"] == "computed"
+        assert engine.delivered[name][0]["source"] == "computed"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -218,8 +219,8 @@ def test_preempted_while_its_decision_is_under_way(decision: Decision) -> None:
     engine.drain()
     assert engine.answers["m"] == [RIGHT] * 6
     goes_back = (decision.injection or decision.facts) is not None and not decision.same_pass
-    position = 99 if decision.injection is None else decision.injection.start
-    assert engine.starts == ({"m": started(decision, position)} if goes_back else {})
+    redo_from = 99 if decision.injection is None else decision.injection.first_active
+    assert engine.starts == ({"m": started(decision, redo_from)} if goes_back else {})
 
 
 def test_what_cannot_be_decided_ends_with_an_error_and_no_token() -> None:
@@ -227,7 +228,7 @@ def test_what_cannot_be_decided_ends_with_an_error_and_no_token() -> None:
     engine.add("m", PROMPT, Decision(Failed("not finite")))
     engine.drain()
     assert engine.answers["m"] == []
-    assert [Decision.parse(each).error for each in engine.told["m"]] == ["not finite"]
+    assert [Decision.parse(each).error for each in engine.delivered["m"]] == ["not finite"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 from inducekv_vllm import SUPPORTED_VLLM, plugin
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.host import seams
+from inducekv_vllm.vllm_seams import seams
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 

@@ -10,7 +10,7 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from inducekv_vllm.engine.stopping import EngineStop
+from inducekv_vllm.frontend.stopping import EngineStop
 
 pytestmark = pytest.mark.anyio
 
@@ -71,7 +71,7 @@ async def test_what_waits_ends_with_the_engine() -> None:
 
 async def test_a_shutdown_on_the_event_loop_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls it once more there, when the HTTP server has ended."""
-    monkeypatch.setattr("inducekv_vllm.engine.stopping.LOOP_WAIT_S", None)  # for ever
+    monkeypatch.setattr("inducekv_vllm.frontend.stopping.LOOP_WAIT_S", None)  # for ever
     engine = Engine()
     stopped(engine)
     engine.unfinished = 1
@@ -85,7 +85,7 @@ async def test_a_shutdown_on_the_event_loop_does_not_wait_for_it(monkeypatch: py
 
 
 async def test_a_call_does_not_wait_for_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inducekv_vllm.engine.stopping.ENGINE_CHECK_S", 0.01)
+    monkeypatch.setattr("inducekv_vllm.frontend.stopping.ENGINE_CHECK_S", 0.01)
     engine = Engine()
     stop = stopped(engine)
     call = asyncio.create_task(engine.collective_rpc("inducekv_load_bundle"))

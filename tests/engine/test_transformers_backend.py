@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import Qwen3Config
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
-from inducekv_vllm.engine.offline import MemoryLLM
+from inducekv_vllm.frontend.offline import MemoryLLM
 from tests.engine.parity import FEWER_PROCESSES, engine
 from tests.tiny_families import TEXT_SIZES
 from tests.tiny_models import save_tiny_text_model

@@ -18,16 +18,16 @@ from inducekv_vllm.attention.cpu_memory import CPUMemoryAttention
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.resident_gate import ResidentGate
 from inducekv_vllm.attention.slots import Slots
-from inducekv_vllm.bundle.lookup import MemoryLookup
-from inducekv_vllm.engine.gate_log import GateLog
+from inducekv_vllm.bundle.lookup import LookupResult
 from inducekv_vllm.errors import InduceKVError, UnsupportedModel
 from inducekv_vllm.facts import Answers, FactsFound
 from inducekv_vllm.gate import TurnMarks, evidence, last_averaged
-from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers import prompts
 from inducekv_vllm.workers.cached_values import CachedValues
 from inducekv_vllm.workers.decisions import Deciding, Decisions, joins
+from inducekv_vllm.workers.gate_log import GateLog
 from inducekv_vllm.workers.prompts import PromptReader
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.bundles import D, J, random_gate
@@ -346,7 +346,7 @@ def errors_in(logged: pytest.LogCaptureFixture) -> list[Any]:
 @pytest.mark.parametrize("error", [KeyError("word"), RuntimeError("a tensor"), InduceKVError("known")])
 def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: pytest.LogCaptureFixture) -> None:
     """With an error, and a line in the log if nobody expected it."""
-    index = SimpleNamespace(lookup=lambda *given: MemoryLookup(None, None), next_expiry=lambda: None)
+    index = SimpleNamespace(lookup=lambda *given: LookupResult(None, None), next_expiry=lambda: None)
     asked = [Requests(), Requests()]
     for each, found in zip(asked, (raising(error), lambda *given: None), strict=True):
         each.bundle = SimpleNamespace(gate=None, picture_marks=None, index=index, facts=SimpleNamespace(find=found))

@@ -42,9 +42,9 @@ def test_a_bundle_of_which_a_request_may_read_more_than_a_slot_holds_is_refused(
     entries = tuple(EntryRecord(id=str(i), task=task, source_digest="ab") for i, task in enumerate(tasks))
     shape = replace(SHAPE, num_layers=3)
     bundle = fitting_bundle(shape, 5, 4, entries=entries)
-    facts = {"form": "decoupled", "weighting": "uniform", "activations": dict.fromkeys(tasks, "prompt")}
+    fields = {"form": "decoupled", "weighting": "uniform", "activations": dict.fromkeys(tasks, "prompt")}
     gate = random_gate(bundle.metadata.backbone)
-    gated = fitting_bundle(shape, 5, 4, entries=entries, gate=gate, recipe="refined", **facts)
+    gated = fitting_bundle(shape, 5, 4, entries=entries, gate=gate, recipe="refined", **fields)
     most = max(map(tasks.count, tasks))
     check_most_entries(bundle, 5)
     check_most_entries(gated, most)

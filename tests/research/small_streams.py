@@ -62,5 +62,5 @@ def wait_for(condition: Callable[[], T], process: subprocess.Popen[bytes], secon
 
 def gated(bundle: Bundle, gate: Gate) -> Bundle:
     """The bundle behind a gate."""
-    facts = {name: getattr(bundle.metadata, name) for name in ("backbone", "budget", "entries", "weighting", "recipe")}
-    return Bundle.create(**bundle.tensors(), **facts, settings={}, gate=gate)
+    fields = {name: getattr(bundle.metadata, name) for name in ("backbone", "budget", "entries", "weighting", "recipe")}
+    return Bundle.create(**bundle.tensors(), **fields, settings={}, gate=gate)

@@ -18,7 +18,7 @@ from inducekv_vllm.bundle import Gate
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.extraction import extract_keys
 from selector.backbone.generation import generate
-from selector.backbone.injection import Memory
+from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import evidence_of
@@ -50,7 +50,7 @@ def test_a_memory_answers_with_all_entries_or_with_those_that_its_gate_opens(tas
     served = bundle if task == "no gate" else gated(bundle, gate_to(task, backbone))
     retrieved = torch.tensor([entry.task in used for entry in bundle.metadata.entries])
     prior = torch.zeros(8).masked_fill(~retrieved, -torch.inf)
-    expected, plain, memory = [], [], Memory.from_bundle(bundle)
+    expected, plain, memory = [], [], TensorMemory.from_bundle(bundle)
     for example in examples:
         prompt = backbone.encode_example(example)
         terms = memory.terms(backbone.retrieval_keys(prompt), log_prior=prior)

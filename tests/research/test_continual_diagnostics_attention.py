@@ -10,7 +10,7 @@ from transformers.masking_utils import sdpa_mask
 from benchmarks.research.continual.diagnostics.memory_attention import memory_masses, recorded_masses
 from inducekv_vllm.bundle import Bundle
 from selector.backbone.generation import score
-from selector.backbone.injection import Memory, attend_decoupled, attention_with
+from selector.backbone.injection import TensorMemory, attend_decoupled, attention_with
 from selector.backbone.model import Backbone, attention_named
 from selector.backbone.scoring import Scorer
 from selector.update.build import build_bundle
@@ -64,8 +64,8 @@ def dense_masses(backbone, prompts, answers, memory, terms) -> list[torch.Tensor
 
 @pytest.mark.parametrize(("weighting", "settings"), SETTINGS)
 def test_masses_are_those_of_dense_softmax_weights(backbone, suite, weighting, settings):
-    memory = Memory.from_bundle(bundle_of(backbone, suite, weighting))
-    memory = Memory(**{**vars(memory), "layer_bias": torch.linspace(-1, 1, backbone.num_layers)})
+    memory = TensorMemory.from_bundle(bundle_of(backbone, suite, weighting))
+    memory = TensorMemory(**{**vars(memory), "layer_bias": torch.linspace(-1, 1, backbone.num_layers)})
     prompts = [backbone.encode_example(task.test[0]) for task in suite.tasks]
     keys = torch.cat([backbone.retrieval_keys(prompt) for prompt in prompts])
     terms, answers = memory.terms(keys, **settings), [[7, 8], [9]]

@@ -9,7 +9,7 @@ import torch
 from benchmarks.lora_adapter import memory_bytes
 from benchmarks.research.continual.methods.memory import BUNDLE
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.bundle.lookup import MemoryIndex, QueryFeatures
+from inducekv_vllm.bundle.lookup import BundleIndex, QueryFeatures
 from inducekv_vllm.retrieval.entry_terms import entry_terms
 from selector.backbone import gate_rule, injection
 from selector.backbone.bundled_model import BundledModel
@@ -76,8 +76,8 @@ def test_the_serving_side_recalls_what_the_selector_retrieves(name, learned, bac
     keys = extract_keys(backbone, asked, batch_size=8)
     evidence = BundledModel(Scorer(backbone), bundle).evidence(asked)
     opened, prior = gate_rule.routing(bundle, evidence)
-    terms = injection.Memory.from_bundle(bundle).terms(keys, log_prior=prior)
-    memory = MemoryIndex.from_bundle(bundle)
+    terms = injection.TensorMemory.from_bundle(bundle).terms(keys, log_prior=prior)
+    memory = BundleIndex.from_bundle(bundle)
     for row, features in enumerate(map(QueryFeatures, keys.numpy(), evidence.numpy())):
         lookup = memory.lookup(features, None)
         assert (lookup.retrieval is not None) == bool(opened[row])

@@ -13,7 +13,7 @@ import httpx
 import openai
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 from selector.client import Server
 from tests.engine.parity import Prompt, World, largest_deviation
 from tests.server.launch import ADMIN_KEY

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 from tests.bundles import remade
 from tests.engine.parity import FEWER_PROCESSES, World, make_world
 from tests.tiny_models import save_tiny_llava

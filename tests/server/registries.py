@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.registry import BundleRegistry
 from server.state import ServerState
 from tests.bundles import FINGERPRINT, random_bundle

@@ -13,7 +13,7 @@ import pytest
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import BundleError
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.access import Access, ChangeRefused, opened
 from tests.bundles import random_bundle
 from tests.engine.parity import World, prompts

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.host.config import ADMIN_HEADER, InduceKVConfig
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, InduceKVConfig
 from server.access import Access
 from server.endpoint import InduceKVEndpoint
 from tests.server.registries import BUNDLES, DIGEST, Workers, begin

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.files.audit_chain import read, verify
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.journal import STRANGERS
 from server.registry import BundleRegistry
 from tests.bundles import random_bundle
@@ -96,8 +96,8 @@ async def test_every_change_is_recorded(files: Path) -> None:
     ]
     start, load, exchange, *_ = records
     assert start["admin_key"] == "0123456789abcdef"
-    facts = {"digest": DIGEST["a"], "parent": None, "before": None, "source": str(files / "a.safetensors")}
-    assert {name: load[name] for name in facts} == facts
+    details = {"digest": DIGEST["a"], "parent": None, "before": None, "source": str(files / "a.safetensors")}
+    assert {name: load[name] for name in details} == details
     assert exchange["before"] == DIGEST["a"]
     assert next(r for r in records if r["event"] == "refusal")["change"] == "unload"
     assert next(r for r in records if r["event"] == "forget")["digests"] == [DIGEST["b"]]
@@ -237,7 +237,7 @@ async def test_what_an_answer_was_made_of_is_recorded(files: Path) -> None:
     await server.registry.journal.record_answer("chatcmpl-1", "f" * 64, TRACE)
     (record,) = server.records()
     del record["time"], record["previous"]
-    facts = {
+    details = {
         "request": "chatcmpl-1",
         "by": "f" * 16,
         "name": "m",
@@ -245,4 +245,4 @@ async def test_what_an_answer_was_made_of_is_recorded(files: Path) -> None:
         "task": "t",
         "entries": {"x": 0.25, "y": 0.9},
     }
-    assert record == {"n": 0, "event": "answer", **facts}
+    assert record == {"n": 0, "event": "answer", **details}

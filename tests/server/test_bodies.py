@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.types import Message
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.host.config import ADMIN_HEADER, InduceKVConfig
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, InduceKVConfig
 from server.access import Access
 from server.bodies import DEFAULT_BYTES, parsed
 from server.endpoint import InduceKVEndpoint

@@ -14,7 +14,7 @@ import torch
 
 from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.files.audit_chain import read, verify
-from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 from selector.update.forget import without_entries
 from tests.bundles import remade
 from tests.engine.parity import World, prompts

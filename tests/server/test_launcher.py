@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
 from server.launcher import DEFAULT_HOST, SCHEDULER_CLS, WORKER_CLS, UsageError, main, plugin_list

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from server.registry import BundleRegistry
 from server.state import ServerState
 from tests.engine.parity import TOLERANCE, gated_bundle, prompts
@@ -68,6 +68,6 @@ def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted,
     models: Any = SimpleNamespace(lora_requests={})
     state = ServerState(tmp_path / "state", keeps_bundles=False)
     registry = BundleRegistry(client, models, adapted.bundle.metadata.backbone, state)
-    memory = Memory.from_bundle(adapted.plain.bundles["first"], str(adapted.plain.paths["first"]))
+    memory = ServedBundle.from_bundle(adapted.plain.bundles["first"], str(adapted.plain.paths["first"]))
     with pytest.raises(UnsupportedModel, match="names no adapter"):
         registry._check_adapters("n", memory)

@@ -12,7 +12,7 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, LoadTimeout, TooManyChanges, UnknownFact
-from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 from server.requests import TAG, refused
 from server.schemas import MemoryFailure
 from tests.server.http import Bundles

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 from server.page import PAGE
 from tests.engine.parity import Prompt
 from tests.server.browser import PROGRAM, opened

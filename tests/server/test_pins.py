@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.engine.memory_engine import MemoryRequest
+from inducekv_vllm.frontend.memory_engine import MemoryRequest
 from server.names import ServedNames, unpinned
 
 DIGEST = "0123456789abcdef" * 4

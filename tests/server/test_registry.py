@@ -21,7 +21,6 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.bundle import AdapterRecord, write_bundle
-from inducekv_vllm.engine.memory_engine import MemoryEngine
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
@@ -31,7 +30,8 @@ from inducekv_vllm.errors import (
     TooManyChanges,
     UnsupportedModel,
 )
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.frontend.memory_engine import MemoryEngine
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry, Checked

@@ -113,9 +113,9 @@ def refusal(adapted: Adapted, path: Path) -> str:
 def changed(bundle: Bundle, file: Path, **record: Any) -> Path:
     """The bundle with another record of its first adapter."""
     first, *others = bundle.metadata.task_adapters
-    facts = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form")
+    fields = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form")
     tensors = {name: t for name, t in bundle.tensors().items() if not name.startswith("gate_")}
-    arguments: dict[str, Any] = {name: getattr(bundle.metadata, name) for name in facts} | tensors
+    arguments: dict[str, Any] = {name: getattr(bundle.metadata, name) for name in fields} | tensors
     adapters = (first.model_copy(update=record), *others)
     write_bundle(Bundle.create(**arguments, gate=bundle.gate, task_adapters=adapters), file)
     return file

@@ -25,7 +25,7 @@ from inducekv_vllm.errors import (
     VersionConflict,
 )
 from inducekv_vllm.files.audit_chain import read, verify
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.access import Access, ChangeRefused
 from server.registry import BundleRegistry
 from server.state import ServerState, Snapshot

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from inducekv_vllm.bundle import Bundle, FactRecord, with_metadata, write_bundle
-from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.errors import CapacityError, ConfigError
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from server.state import ServerState, VersionRecord, check_state_file
 from tests.bundles import random_bundle
 
@@ -27,7 +27,7 @@ def content_of(bundle: Bundle) -> bytes:
 def point(state: ServerState, name: str, bundle: Bundle, keep: int = 3) -> None:
     record = VersionRecord(name, bundle.digest, None, datetime.now(UTC), "admin", "/somewhere/b.safetensors")
     content = content_of(bundle) if state.keeps_bundles else None
-    state.point(record, Memory(bundle.metadata, "/somewhere/b.safetensors", 1), 1, content, keep, [0], "load")
+    state.point(record, ServedBundle(bundle.metadata, "/somewhere/b.safetensors", 1), 1, content, keep, [0], "load")
 
 
 def digests(state: ServerState, name: str) -> list[int]:
@@ -156,12 +156,12 @@ def test_one_server_uses_it_at_a_time(tmp_path: Path) -> None:
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     state = ServerState(tmp_path / "state", keeps_bundles=True)
     point(state, "m", BUNDLES[0])
-    state._writer.execute("PRAGMA max_page_count = 12")
+    state._durable.execute("PRAGMA max_page_count = 12")
     large = BUNDLES[1]
     with pytest.raises(CapacityError, match=r"state: cannot record this; nothing changed: .*full"):
         state.point(
             VersionRecord("m", large.digest, None, datetime.now(UTC), "admin", "/b"),
-            Memory(large.metadata, "/b", 1),
+            ServedBundle(large.metadata, "/b", 1),
             *(1, bytes(10**6), 3, [0], "load"),
         )
     assert digests(state, "m") == [0]

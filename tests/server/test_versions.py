@@ -12,7 +12,7 @@ import pytest
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.registry import BundleRegistry
 from tests.server.registries import BUNDLES, DIGEST, NAMES, RUN, Workers, begin, end
 

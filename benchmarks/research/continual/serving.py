@@ -18,7 +18,7 @@ from benchmarks.research.continual.answering.http import LOADS, Endpoint, Endpoi
 from benchmarks.research.continual.methods import Method
 from benchmarks.research.continual.suites import Suite
 from benchmarks.server_process import starting
-from inducekv_vllm.host.config import ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 from selector.backbone.model import Backbone
 
 SERVED_NAME = "untouched"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm import LLM
 
-from inducekv_vllm.host.config import SCHEDULER_CLS, WORKER_CLS
+from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS
 
 
 def facts_engine(model: Path, context: int) -> LLM:

@@ -38,7 +38,7 @@ from inducekv_vllm.gate import deciding_tokens
 from selector.backbone.extraction import extract
 from selector.backbone.facts import fact_reader
 from selector.backbone.generation import generate
-from selector.backbone.injection import Memory, Terms
+from selector.backbone.injection import TensorMemory, Terms
 from selector.backbone.model import Backbone, Inputs
 from selector.data.examples import Example
 from selector.gate.variations import text_of
@@ -53,7 +53,7 @@ AT_ONCE: Final = 12
 class Entries:
     """The tokens of N stored examples, one after the other, as entries of one token."""
 
-    memory: Memory
+    memory: TensorMemory
     places: list[range]  # of each example's tokens
 
     @classmethod
@@ -70,7 +70,7 @@ class Entries:
             places.append(range(end, end + keys[-1].shape[2]))
             end = places[-1].stop
         payload = [torch.cat(each, dim=2).transpose(1, 2).unsqueeze(3) for each in (keys, values)]  # [L, B, J, 1, D]
-        memory = Memory(
+        memory = TensorMemory(
             retrieval_keys=torch.zeros(end, backbone.hidden_size),
             payload_keys=payload[0],
             payload_values=payload[1],

@@ -36,7 +36,7 @@ from server.demo import CHECKPOINT
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from inducekv_vllm.engine.memory import Memory
+    from inducekv_vllm.frontend.served_bundle import ServedBundle
 
 RESULTS: Final = Path(__file__).parents[2] / "results" / "facts_pictures.json"
 STORED: Final = (4, 16, 96)  # things
@@ -88,16 +88,16 @@ class Asked:
     """An engine, and the bundles that are taught in it."""
 
     def __init__(self, llm: LLM, folder: Path) -> None:
-        from inducekv_vllm.engine.offline import MemoryLLM
+        from inducekv_vllm.frontend.offline import MemoryLLM
 
         self.offline, self._folder = MemoryLLM(llm), folder
 
-    def teach(self, pictures: Mapping[str, Picture]) -> Memory:
+    def teach(self, pictures: Mapping[str, Picture]) -> ServedBundle:
         states = {name: self.offline.picture_state([_turn(each, QUESTION)]) for name, each in pictures.items()}
         facts = [fact_of(QUESTION, name, id=name, picture=state) for name, state in states.items()]
         return self.offline.teach(facts, self._folder / "facts.safetensors")
 
-    def found(self, memory: Memory, pictures: Sequence[Picture]) -> list[str | None]:
+    def found(self, memory: ServedBundle, pictures: Sequence[Picture]) -> list[str | None]:
         """The fact that is found for each."""
         from vllm import SamplingParams
 

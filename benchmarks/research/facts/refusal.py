@@ -28,8 +28,8 @@ from benchmarks.real.sources import Packages
 from benchmarks.research.facts.engine import facts_engine
 from benchmarks.research.facts.families import CAPITAL, HARD, Family, capitals, families, halves, lockers
 from benchmarks.research.facts.seeds_table import seeds_table
-from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.engine.offline import MemoryLLM
+from inducekv_vllm.frontend.offline import MemoryLLM
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.teaching import fact_of
 from selector.gate.background import everyday_requests
 
@@ -44,24 +44,24 @@ class Asked:
     def __init__(self, llm: LLM, folder: Path) -> None:
         self._offline, self._folder = MemoryLLM(llm), folder
 
-    def teach(self, questions: Sequence[Item]) -> Memory:
+    def teach(self, questions: Sequence[Item]) -> ServedBundle:
         facts = [fact_of(each.question, each.answer, id=f"{number}") for number, each in enumerate(questions)]
         return self._offline.teach(facts, self._folder / "facts.safetensors")
 
-    def forget(self, memory: Memory) -> None:
+    def forget(self, memory: ServedBundle) -> None:
         self._offline.unload_bundle(memory)
 
-    def right(self, memory: Memory, questions: Sequence[Item]) -> float:
+    def right(self, memory: ServedBundle, questions: Sequence[Item]) -> float:
         """The share that is answered right, word for word."""
         answers = self._ask(memory, [each.question for each in questions], 16)
         return _share(a.output.outputs[0].text.strip() == q.answer for a, q in zip(answers, questions, strict=True))
 
-    def answered(self, memory: Memory, texts: Sequence[str]) -> float:
+    def answered(self, memory: ServedBundle, texts: Sequence[str]) -> float:
         """The share that a fact is found for."""
         found = self._ask(memory, texts, 1)
         return _share(each.decision is not None and each.decision.facts is not None for each in found)
 
-    def _ask(self, memory: Memory, texts: Sequence[str], max_tokens: int) -> list[Any]:
+    def _ask(self, memory: ServedBundle, texts: Sequence[str], max_tokens: int) -> list[Any]:
         conversations = [[{"role": "user", "content": text}] for text in texts]
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         return self._offline.chat(conversations, params, memory=memory)
@@ -121,7 +121,7 @@ def hard(asked: Asked, packages: Packages, seeds: int) -> list[dict[str, Any]]:
 
 
 def _shares(
-    asked: Asked, memory: Memory, questions: Sequence[Item], known: set[str], unknown: set[str]
+    asked: Asked, memory: ServedBundle, questions: Sequence[Item], known: set[str], unknown: set[str]
 ) -> dict[str, float]:
     own = _about(questions, known)
     return {

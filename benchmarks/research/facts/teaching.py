@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.machine import describe_machine
 from benchmarks.real.model import model_folder
 from benchmarks.server_process import serving
-from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 
 RESULTS: Final = Path(__file__).parents[2] / "results" / "facts_teaching.json"
 KEY: Final = "the benchmark's admin"

@@ -73,7 +73,7 @@ ANCHORS = 64  # of each earlier task
 @dataclass(frozen=True)
 class MeasuredGate:
     gate: Gate
-    facts: dict[str, Any]  # JSON values: where it comes from, and what it took
+    details: dict[str, Any]  # JSON values: where it comes from, and what it took
 
     @property
     def bytes(self) -> int:

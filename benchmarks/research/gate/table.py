@@ -146,15 +146,15 @@ def print_tables(rows: Sequence[Row], tasks: Sequence[str], console: Console) ->
 
 def print_gates(gates: Sequence[MeasuredGate], console: Console) -> None:
     for gate in gates:
-        seconds = gate.facts.get("seconds", {})
+        seconds = gate.details.get("seconds", {})
         took = "".join(f", {name} {value:.1f} s" for name, value in seconds.items())
-        name = f"seed {gate.facts['seed']}" if "seed" in gate.facts else gate.facts["bundle"]
+        name = f"seed {gate.details['seed']}" if "seed" in gate.details else gate.details["bundle"]
         console.print(f"gate of {name}: {len(gate.gate.tasks)} tasks, {gate.bytes} bytes{took}", highlight=False)
 
 
 def as_json(rows: Sequence[Row], gates: Sequence[MeasuredGate]) -> dict[str, Any]:
     return {
-        "gates": [{**gate.facts, "tasks": gate.gate.tasks, "bytes": gate.bytes} for gate in gates],
+        "gates": [{**gate.details, "tasks": gate.gate.tasks, "bytes": gate.bytes} for gate in gates],
         "rows": [{**asdict(row), "misses": [asdict(miss) for miss in row.misses]} for row in rows],
     }
 

@@ -16,12 +16,12 @@ slot whose tokens are adjacent in the pool and have neutral terms, as in a train
 row of slot c, a token t of its memory enters layer l with
 
     logit_t = key_scale_t * (q . k_t) * softmax_scale + log_weight_t + bias_l,c
-    value_t = value_scale_t * gate_l,c * v_t
+    value_t = value_scale_t * value_gate_l,c * v_t
 
 and the output o of its self-attention, with log-sum-exp lse, becomes
 
     merged      softmax([logits ; log_remainder + bias ; lse]) [values ; 0 ; o]
-    decoupled   o + softmax([logits ; 0]) [values ; 0] + gate_l,c sum_k map_weight_k map_out_k <map_in_k, o>
+    decoupled   o + softmax([logits ; 0]) [values ; 0] + value_gate_l,c sum_k map_weight_k map_out_k <map_in_k, o>
 
 where a map row acts on the G heads of its KV head as one vector [G D]. All sums are float32.
 

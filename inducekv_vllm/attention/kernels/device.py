@@ -26,7 +26,7 @@ def memory_tiles(
     values,  # [J, P, D]
     map_in,  # [J, Q, G D]; None without MAPS
     map_out,  # [J, Q, G D]; None without MAPS
-    gate,  # [N + 1] float32, as every table of one column
+    value_gate,  # [N + 1] float32, as every table of one column
     bias,
     first_token,
     token_index,  # [N + 1, K]
@@ -184,7 +184,7 @@ def memory_tiles(
         if whole != 0:
             places = (output + row.to(tl.int64) * output_row + head * output_head)[:, None] + column[None, :]
             own = tl.load(places, mask=inside, other=0.0)
-            slot_gate = tl.load(gate + slot)
+            slot_value_gate = tl.load(value_gate + slot)
             slot_bias = tl.load(bias + slot) * LOG2E
             remainder = tl.load(log_remainder + slot) * LOG2E + slot_bias
             largest = largest + slot_bias
@@ -200,7 +200,7 @@ def memory_tiles(
             memory_weight = tl.exp2(largest - top)
             other_weight = tl.exp2(other - top)
             sum_of_all = total * memory_weight + other_weight + tl.exp2(remainder - top)
-            result = read * (slot_gate * memory_weight / sum_of_all)[:, None]
+            result = read * (slot_value_gate * memory_weight / sum_of_all)[:, None]
             if LSE:
                 result += tl.where(keeps_all == 0, other_weight / sum_of_all, 1.0)[:, None] * own.to(tl.float32)
             else:
@@ -211,7 +211,7 @@ def memory_tiles(
                     result = _add_maps(
                         result,
                         own,
-                        slot_gate,
+                        slot_value_gate,
                         map_in + kv_head_wide * map_in_head,
                         map_out + kv_head_wide * map_out_head,
                         map_index + slot_wide * map_slot,
@@ -376,7 +376,7 @@ def _merged(
 def _add_maps(
     result,  # [ROWS * LANES, DP]
     own,  # [ROWS * LANES, DP], of self-attention
-    slot_gate,
+    slot_value_gate,
     map_in,  # [Q, G D] of one KV head
     map_out,
     map_index,  # [M] of one slot
@@ -413,7 +413,7 @@ def _add_maps(
         inside = there[:, None] & known[None, :]
         a = tl.load((map_in + map_place * map_in_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
         b = tl.load((map_out + map_place * map_out_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
-        weight = tl.load(map_weight + entry, mask=there, other=0.0) * slot_gate
+        weight = tl.load(map_weight + entry, mask=there, other=0.0) * slot_value_gate
         if UPCAST:
             a = a.to(tl.float32)
         inner = tl.dot(blocks, tl.trans(a), input_precision=PRECISION) * weight[None, :]  # [ROWS, BK]

@@ -161,7 +161,7 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
     like_keys: dict[str, tuple[int, ...]] = {"keys": (heads, tokens, head_size), "values": (heads, tokens, head_size)}
     if pool.map_in is not None:
         like_keys |= dict.fromkeys(("map_in", "map_out"), (heads, pool.map_in.shape[1], width))
-    of_layer = like_keys | dict.fromkeys(("gate", "bias"), (slots,))
+    of_layer = like_keys | dict.fromkeys(("value_gate", "bias"), (slots,))
     of_slots: dict[str, tuple[int, ...]] = dict.fromkeys(
         ("first_token", "entry_tokens", "length", "log_remainder", "decoupled", "map_rank", "map_length"), (slots,)
     )

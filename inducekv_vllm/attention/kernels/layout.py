@@ -19,18 +19,18 @@ class LayerPool:
     """One layer of the resident pool. What no slot names is never read, so it may be NaN."""
 
     keys: Tensor  # [J, P, D], not rotated; the last dimension is contiguous
-    values: Tensor  # [J, P, D], not times the gate
-    gate: Tensor  # [N + 1] float32, this layer's gate of each slot
+    values: Tensor  # [J, P, D], not times the value gate
+    value_gate: Tensor  # [N + 1] float32, this layer's value gate of each slot
     bias: Tensor  # [N + 1] float32
     map_in: Tensor | None = None  # [J, Q, G D]; None: the pool has no maps
-    map_out: Tensor | None = None  # [J, Q, G D], transposed, not times the gate
+    map_out: Tensor | None = None  # [J, Q, G D], transposed, not times the value gate
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The kernel's arguments that a launch without maps takes from here."""
         of_keys = {"keys_head": self.keys.stride(0), "keys_token": self.keys.stride(1)}
         of_values = {"values_head": self.values.stride(0), "values_token": self.values.stride(1)}
-        tensors = {"keys": self.keys, "values": self.values, "gate": self.gate, "bias": self.bias}
+        tensors = {"keys": self.keys, "values": self.values, "value_gate": self.value_gate, "bias": self.bias}
         no_strides = dict.fromkeys(("map_in_head", "map_in_row", "map_out_head", "map_out_row"), 0)
         return {**tensors, "map_in": None, "map_out": None, **of_keys, **of_values, **no_strides}
 

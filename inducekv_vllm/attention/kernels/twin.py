@@ -88,7 +88,7 @@ def finish(
 ) -> Tensor:
     """Merge memory with the output of self-attention own [n, H, D] and add the maps: [n, H, D] float32."""
     largest, total, read = memory
-    bias, gate = pool.bias[slot], pool.gate[slot]
+    bias, value_gate = pool.bias[slot], pool.value_gate[slot]
     largest = largest + bias
     remainder = tables.log_remainder[slot] + bias
     is_merged = self_lse is not None and not bool(tables.decoupled[slot])
@@ -97,14 +97,14 @@ def finish(
     top = torch.maximum(torch.maximum(largest, remainder), other)
     whole = total * (largest - top).exp() + (remainder - top).exp() + (other - top).exp()
     keep = (other - top).exp() / whole if is_merged else torch.ones_like(whole)
-    result = keep[..., None] * own.float() + (gate * (largest - top).exp() / whole)[..., None] * read
+    result = keep[..., None] * own.float() + (value_gate * (largest - top).exp() / whole)[..., None] * read
     if pool.map_in is not None:
-        result = result + gate * mapped(pool, tables, slot, own)
+        result = result + value_gate * mapped(pool, tables, slot, own)
     return result
 
 
 def mapped(pool: LayerPool, tables: SlotTables, slot: int, own: Tensor) -> Tensor:
-    """What the maps make of the output of self-attention own [n, H, D], before the gate: [n, H, D]."""
+    """What the maps make of the output of self-attention own [n, H, D], before the value gate: [n, H, D]."""
     assert pool.map_in is not None
     assert pool.map_out is not None
     n, H, D = own.shape

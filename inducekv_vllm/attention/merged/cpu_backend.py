@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...errors import UnsupportedModel
-from ...host.config import InduceKVConfig
+from ...vllm_seams.config import InduceKVConfig
 from ..cpu_ops import finite_or
 from ..resident_bundle import LayerMemory
 from ..rows import ActingRows
@@ -127,7 +127,9 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         memory_output, memory_lse = cpu.prefill_memory_attention(query, stored, span.memory, self.scale)
         self_lse = cpu.prefill_self_lse(query, key, kv_cache, span, self.scale)
         remainder = span.memory.log_remainder if span.memory.has_remainder else None
-        merged = merge_memory(self_output, self_lse, memory_output, memory_lse, stored.gate, stored.bias, remainder)
+        merged = merge_memory(
+            self_output, self_lse, memory_output, memory_lse, stored.value_gate, stored.bias, remainder
+        )
         return finite_or(merged.to(self_output.dtype), self_output)
 
     def _decode(
@@ -136,7 +138,9 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         memory_output, memory_lse = cpu.decode_memory_attention(query, stored, batch, self.scale)
         self_lse = cpu.decode_self_lse(query, kv_cache, batch, self.scale)
         remainder = batch.log_remainder
-        merged = merge_memory(self_output, self_lse, memory_output, memory_lse, stored.gate, stored.bias, remainder)
+        merged = merge_memory(
+            self_output, self_lse, memory_output, memory_lse, stored.value_gate, stored.bias, remainder
+        )
         return finite_or(merged.to(self_output.dtype), self_output)
 
 

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from ...host.config import InduceKVConfig
+from ...vllm_seams.config import InduceKVConfig
 from ..attach import KeepsLse
 
 

@@ -90,7 +90,7 @@ def _memory_of_head(q: Tensor, memory: RequestMemory, kv_head: int) -> tuple[Ten
     log_weight = zero if memory.log_weight is None else memory.log_weight.double()
     logits = key_scale * (q @ stored.keys[kv_head, memory.tokens].double().T) * SCALE + log_weight + stored.bias
     remainder = torch.full((len(q), 1), memory.log_remainder + stored.bias, dtype=torch.float64)
-    values = value_scale[:, None] * stored.gate * stored.values[kv_head, memory.tokens].double()
+    values = value_scale[:, None] * stored.value_gate * stored.values[kv_head, memory.tokens].double()
     return torch.cat([logits, remainder], dim=1), torch.cat([values, torch.zeros(1, D, dtype=torch.float64)])
 
 
@@ -175,7 +175,7 @@ def test_decoupled_memory_with_maps(dtype: torch.dtype, tolerance: float, top_k:
         weight = torch.ones(1) if memory.map_weight is None else memory.map_weight
         map_in, map_out = (t[kv_head, memory.map_rows].double() for t in (stored.map_in, stored.map_out))
         mapped = (weight.double() * (map_in @ own.flatten())) @ map_out
-        expected = own + logits.softmax(dim=1) @ values + stored.gate * mapped.view(G, D)
+        expected = own + logits.softmax(dim=1) @ values + stored.value_gate * mapped.view(G, D)
         assert (result[row, heads] - expected).abs().max() < tolerance * expected.abs().max()
 
 

@@ -29,8 +29,8 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.rows import acting_rows
 from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.host.runner import StepRows
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
+from inducekv_vllm.vllm_seams.runner import StepRows
 from tests.unit.inducekv_vllm.attention.pools import (
     CPU,
     fitting_bundle,
@@ -101,7 +101,7 @@ class World:
                     DecoupledStep([ActiveRows(here, memory)]).add(layer, query, result, None, SCALE)
                 else:
                     read = prefill_memory_attention(query[here], stored, memory, SCALE)
-                    numbers = stored.gate, stored.bias, memory.log_remainder
+                    numbers = stored.value_gate, stored.bias, memory.log_remainder
                     result[here] = merge_memory(own[here], lse[here], *read, *numbers)
         return result
 
@@ -261,7 +261,7 @@ def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
 def test_every_layers_tables_begin_at_16_bytes() -> None:
     """Kernels are compiled for aligned addresses, and again for others."""
     tables = World().tables
-    assert all(row.data_ptr() % 16 == 0 for table in (tables.gate, tables.bias) for row in table)
+    assert all(row.data_ptr() % 16 == 0 for table in (tables.value_gate, tables.bias) for row in table)
 
 
 def test_a_slot_is_written_without_a_number_of_the_host() -> None:

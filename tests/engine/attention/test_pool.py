@@ -139,7 +139,7 @@ def test_a_slot_of_the_tables_holds_the_terms_of_each_entry_in_the_order_of_the_
     assert torch.equal(slots.log_weight[2, :3], torch.tensor([0.3, 0.2, 0.5]).log())
     torch.testing.assert_close(slots.map_weight[2, :3], torch.tensor([0.3, 0.2, 0.5]))
     assert (slots.key_scale[2, :3] == 1).all()
-    assert torch.equal(tables.gate[:, 2], bundle.value_gates)
+    assert torch.equal(tables.value_gate[:, 2], bundle.value_gates)
     assert torch.equal(tables.bias[:, 2], bundle.layer_bias)
     assert (slots.length[[0, 1, 3]] == 0).all()
 

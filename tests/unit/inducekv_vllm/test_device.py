@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inducekv_vllm.host.device import CpuDevice, CudaDevice, Device, device_of
+from inducekv_vllm.vllm_seams.device import CpuDevice, CudaDevice, Device, device_of
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

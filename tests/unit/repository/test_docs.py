@@ -12,7 +12,7 @@ from pathlib import Path
 
 from inducekv_vllm.bundle import BundleMetadata
 from inducekv_vllm.bundle.tensors import DTYPES
-from inducekv_vllm.host.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import launcher
 from tests.pages import (
     DOCS,

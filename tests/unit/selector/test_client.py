@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import selector
-from inducekv_vllm.host.config import ADMIN_HEADER
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 from selector.client import Server, ServerError, messages_of
 from selector.data.examples import read_task
 from tests.unit.selector.imitated import Request, imitated_server

@@ -22,7 +22,7 @@ from benchmarks.research.continual.answering.plans import AnsweringModel, Ask, P
 from benchmarks.research.continual.methods import Artifact
 from benchmarks.research.continual.methods.method import Kind
 from benchmarks.research.continual.suites.suite import NEW_TOKENS
-from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from selector.data.examples import Example
 
 Loadable = Literal["bundle", "adapter"]

@@ -32,7 +32,7 @@ from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.generation import score
-from selector.backbone.injection import Memory, Terms, attention_with
+from selector.backbone.injection import TensorMemory, Terms, attention_with
 from selector.backbone.model import Backbone, attention_named
 from selector.backbone.scoring import Scorer
 from selector.backbone.tiled_attention import attend_decoupled_tiled, attend_tiled
@@ -100,7 +100,7 @@ def memory_masses(
     backbone: Backbone, bundle: Bundle, examples: Sequence[Example], answers: Sequence[str], keys: Tensor
 ) -> Tensor:
     """rho of n requests, given answers and keys [n, d]: [n, L] float64, 0 if the gate is closed."""
-    scorer, memory = Scorer(backbone), Memory.from_bundle(bundle, device=backbone.device)
+    scorer, memory = Scorer(backbone), TensorMemory.from_bundle(bundle, device=backbone.device)
     if memory.form != "merged":
         raise ConfigError("decoupled memory takes no share of the attention on the request, so none can be measured")
     opened, log_prior = BundledModel(scorer, bundle).routing(examples)
@@ -134,7 +134,7 @@ def recorded_masses(backbone: Backbone) -> Iterator[list[Tensor]]:
         value: Tensor,  # [n, J, S, D]
         visible: Tensor,  # [n or 1, T, S] bool
         scaling: float,
-        memory: Memory,
+        memory: TensorMemory,
         terms: Terms,
         layer: int,
     ) -> Tensor:

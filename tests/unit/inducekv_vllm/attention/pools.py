@@ -13,8 +13,8 @@ from inducekv_vllm.attention.pool import MemoryPool, PoolShape
 from inducekv_vllm.attention.resident_bundle import ResidentBundle
 from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.host.device import device_of
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
+from inducekv_vllm.vllm_seams.device import device_of
 from tests.bundles import FINGERPRINT, random_bundle, random_maps
 
 CPU = device_of(torch.device("cpu"))

@@ -14,7 +14,7 @@ from inducekv_vllm.attention.kernel_step import GraphBuffers
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.geometry import KernelGeometry, MemoryRows
 from inducekv_vllm.attention.kernels.tiles import Processors
-from inducekv_vllm.host.device import device_of
+from inducekv_vllm.vllm_seams.device import device_of
 
 from .kernels.problems import SCALE, TOLERANCE, Memory, Problem, by_loops, deviation, make, same_bits
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.retrieval.entry_terms import Weighting
-from selector.backbone.injection import Memory
+from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from tests.bundles import random_maps
 
@@ -29,14 +29,14 @@ def every_setting(top_k: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("weighting", "settings"), settings, ids=str)
 
 
-def random_memory(backbone: Backbone, weighting: Weighting, dtype: torch.dtype = torch.float32) -> Memory:
+def random_memory(backbone: Backbone, weighting: Weighting, dtype: torch.dtype = torch.float32) -> TensorMemory:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     L, J, D = backbone.num_layers, backbone.num_kv_heads, backbone.head_dim
-    return Memory(
+    return TensorMemory(
         retrieval_keys=torch.nn.functional.normalize(draw(B, backbone.hidden_size), dim=1),
         payload_keys=draw(L, B, J, M, D),
         payload_values=draw(L, B, J, M, D),
@@ -47,7 +47,7 @@ def random_memory(backbone: Backbone, weighting: Weighting, dtype: torch.dtype =
     )
 
 
-def decoupled_memory(backbone: Backbone, value_scale: float = 1.0) -> Memory:
+def decoupled_memory(backbone: Backbone, value_scale: float = 1.0) -> TensorMemory:
     """With maps; some gates are negative."""
     memory = random_memory(backbone, "uniform")
     generator = torch.Generator().manual_seed(1)
@@ -62,7 +62,7 @@ def decoupled_memory(backbone: Backbone, value_scale: float = 1.0) -> Memory:
     )
 
 
-def entries(memory: Memory, rows: Sequence[int]) -> Memory:
+def entries(memory: TensorMemory, rows: Sequence[int]) -> TensorMemory:
     """A memory of these entries alone."""
     return replace(
         memory,

@@ -15,7 +15,7 @@ from torch import Tensor
 import selector.backbone.tiled_attention as tiled
 from inducekv_vllm.bundle.activation import ACTIVATIONS, first_active_position
 from selector.backbone.generation import generate, score
-from selector.backbone.injection import Memory, Terms, attend, attend_decoupled, injected, mapped
+from selector.backbone.injection import TensorMemory, Terms, attend, attend_decoupled, injected, mapped
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.tiled_attention import attend_decoupled_tiled
 from selector.data.examples import read_task
@@ -27,7 +27,7 @@ TRAINED = ("query", "payload_keys", "payload_values", "value_gates", "layer_bias
 
 def test_one_head_by_hand() -> None:
     """Two entries of one token, D = 2, all numbers written out."""
-    memory = Memory(
+    memory = TensorMemory(
         retrieval_keys=torch.zeros(2, 1),
         payload_keys=torch.tensor([[[[[1.0, 0.0]]], [[[0.0, 2.0]]]]]),
         payload_values=torch.tensor([[[[[10.0, 0.0]]], [[[0.0, 10.0]]]]]),
@@ -52,7 +52,7 @@ def test_a_map_by_hand() -> None:
     map_in, map_out = (torch.randn(shape, generator=generator) for shape in ((1, 2, 2, 3, 2), (1, 2, 2, 2, 3)))
     zeros = torch.zeros(1, 2, 2, 1, 1)
     gate = torch.tensor([-1.25])
-    memory = Memory(
+    memory = TensorMemory(
         torch.zeros(2, 1), zeros, zeros, torch.tensor(1.0), gate, gate, "prior", "decoupled", map_in, map_out
     )
     log_weight, value_scale = torch.tensor([[0.1, -math.inf], [-0.3, 0.2]]), torch.tensor([[0.7, 0.9], [1.1, 0.4]])
@@ -88,7 +88,7 @@ def inputs_of(dtype: torch.dtype) -> dict[str, Tensor]:
 
 def run(attend: Any, inputs: dict[str, Tensor], weighting: Any) -> Tensor:
     names = ("retrieval_keys", "payload_keys", "payload_values", "temperature", "value_gates", "layer_bias")
-    memory = Memory(**{name: inputs[name] for name in names}, weighting=weighting, form="decoupled")
+    memory = TensorMemory(**{name: inputs[name] for name in names}, weighting=weighting, form="decoupled")
     terms = memory.terms(inputs["query_keys"], top_k=5)
     return attend(inputs["query"], 0.3, memory, terms, layer=1)
 
@@ -124,7 +124,7 @@ def prompts(backbone: Backbone, task_file: Path) -> list[Inputs]:
     return [backbone.encode_example(example) for example in read_task(task_file)[:3]]
 
 
-def terms_of(memory: Memory, backbone: Backbone, prompts: list[Inputs], first_active: list[int] | None) -> Terms:
+def terms_of(memory: TensorMemory, backbone: Backbone, prompts: list[Inputs], first_active: list[int] | None) -> Terms:
     terms = memory.terms(torch.cat([backbone.retrieval_keys(prompt) for prompt in prompts]))
     return terms if first_active is None else replace(terms, first_active=torch.tensor(first_active))
 
@@ -186,7 +186,7 @@ def test_one_layer_alone(form: str, llava: Backbone) -> None:
     terms = memory.terms(torch.nn.functional.normalize(torch.randn(2, llava.hidden_size, generator=generator), dim=1))
     visible = torch.ones(1, T, T, dtype=torch.bool).tril()
 
-    def output(memory: Memory, terms: Terms, layer: int) -> Tensor:
+    def output(memory: TensorMemory, terms: Terms, layer: int) -> Tensor:
         if form == "merged":
             return attend(query, key, value, visible, 0.3, memory, terms, layer)
         return attend_decoupled(query, 0.3, memory, terms, layer) + mapped(own, memory, terms, layer)

@@ -25,7 +25,7 @@ from inducekv_vllm.retrieval.index import PrefixIndex
 from selector.backbone.extraction import extract
 from selector.backbone.gate_rule import gated_prior
 from selector.backbone.generation import generate, score
-from selector.backbone.injection import Memory, Terms, attend, attention, injected
+from selector.backbone.injection import TensorMemory, Terms, attend, attention, injected
 from selector.backbone.model import Backbone, Inputs
 from selector.data.examples import Example
 from selector.paper.calibration import leaf
@@ -55,7 +55,14 @@ def text_prompt(backbone: Backbone) -> Inputs:
 
 
 def loop_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, memory: Memory, terms: Terms, layer: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scaling: float,
+    memory: TensorMemory,
+    terms: Terms,
+    layer: int,
 ) -> Tensor:
     """The same by loops over requests, heads and tokens, in float64."""
     n, H, T, D = query.shape
@@ -101,7 +108,7 @@ def test_attention_by_loops(llava: Backbone) -> None:
 # Retrieval
 
 
-def served_terms(memory: Memory, query_keys: Tensor, settings: dict[str, Any]) -> Terms:
+def served_terms(memory: TensorMemory, query_keys: Tensor, settings: dict[str, Any]) -> Terms:
     """The terms of requests with these query keys [n, d] as the plugin computes them."""
     index = PrefixIndex(memory.retrieval_keys.numpy())
     options = {"payload_tokens": M, "num_entries": B, "remainder": settings.get("remainder", False)}
@@ -131,7 +138,7 @@ def test_terms_are_those_of_the_served_retrieval(
 
 
 def through_the_cache(
-    backbone: Backbone, memory: Memory, terms: Terms, prompt: Inputs, answer: Sequence[int]
+    backbone: Backbone, memory: TensorMemory, terms: Terms, prompt: Inputs, answer: Sequence[int]
 ) -> Tensor:
     """Eq. inject_rewrite by transformers alone: the scaled payloads as earlier cache tokens, positions from 0.
 
@@ -314,7 +321,7 @@ def test_reference_logprobs_behind_a_gate(
     assert torch.equal(closed, score(backbone, prompts[:1], [ANSWER])[0])
     for task, rows in (("b", [1, 3]), ("a", [0, 2, 4])):
         bundle = gated_bundle(task)
-        alone = entries(Memory.from_bundle(bundle), rows)  # of the task alone
+        alone = entries(TensorMemory.from_bundle(bundle), rows)  # of the task alone
         for top_k in (None, 1):
             found = reference_logprobs(backbone, bundle, prompts[0], ANSWER, top_k=top_k)
             (expected,) = score(backbone, prompts[:1], [ANSWER], alone, alone.terms(key, top_k=top_k))

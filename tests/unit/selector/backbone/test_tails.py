@@ -12,7 +12,7 @@ from torch import Tensor
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from selector.backbone import tails
 from selector.backbone.generation import answer_logprobs
-from selector.backbone.injection import Memory, Terms
+from selector.backbone.injection import TensorMemory, Terms
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example, read_task
@@ -26,13 +26,13 @@ def examples(task_file: Path) -> list[Example]:
     return read_task(task_file)[:4]
 
 
-def late(scorer: Scorer, examples: list[Example], memory: Memory, activation: str) -> Terms:
+def late(scorer: Scorer, examples: list[Example], memory: TensorMemory, activation: str) -> Terms:
     keys = torch.cat([scorer.backbone.retrieval_keys(scorer.prefix(example)) for example in examples])
     first_active = scorer.first_active(examples, [activation] * len(examples))  # type: ignore[list-item]
     return replace(memory.terms(keys), first_active=first_active)
 
 
-def gradients(losses: Tensor, memory: Memory) -> list[Tensor]:
+def gradients(losses: Tensor, memory: TensorMemory) -> list[Tensor]:
     return list(torch.autograd.grad(losses.sum(), [getattr(memory, name) for name in PAYLOADS]))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import selector.backbone.tiled_attention as module
 from inducekv_vllm.retrieval.entry_terms import Weighting
 from selector.backbone.generation import score
-from selector.backbone.injection import Memory, attend
+from selector.backbone.injection import TensorMemory, attend
 from selector.backbone.model import Backbone
 from selector.backbone.tiled_attention import attend_tiled, tiled_attention
 from selector.data.examples import Example
@@ -63,7 +63,7 @@ def visibility() -> Tensor:
 
 def run(function: Attend, inputs: dict[str, Tensor], weighting: Weighting, **settings: Any) -> Tensor:
     """Attention of layer 1: [n, T, H, D]."""
-    memory = Memory(**{name: inputs[name] for name in OF_MEMORY}, weighting=weighting)
+    memory = TensorMemory(**{name: inputs[name] for name in OF_MEMORY}, weighting=weighting)
     terms = memory.terms(inputs["query_keys"], log_prior=inputs["log_prior"], **settings)
     return function(inputs["query"], inputs["key"], inputs["value"], visibility(), D**-0.5, memory, terms, 1)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.host.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 from selector.cli.bundle import main
 from tests.bundles import random_bundle
 from tests.unit.selector.imitated import Request, imitated_server

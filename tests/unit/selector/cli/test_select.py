@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inducekv_vllm.bundle import write_bundle
-from selector.backbone.injection import Memory
+from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.anchors import AnchorStore
@@ -60,7 +60,7 @@ def test_the_report_is_that_of_the_bundle_on_disk(stream: Stream, llava: Backbon
     keys = torch.cat([llava.retrieval_keys(llava.encode_example(example)) for example in examples])
     scorer, questions = Scorer(llava), Questions(examples, keys)
     losses = stream.report("colours")["validation_nll"]
-    assert losses["deployed"] == pytest.approx(scorer.mean_loss(questions, Memory.from_bundle(bundle)), rel=1e-4)
+    assert losses["deployed"] == pytest.approx(scorer.mean_loss(questions, TensorMemory.from_bundle(bundle)), rel=1e-4)
     assert losses["no_memory"] == pytest.approx(scorer.mean_loss(questions), rel=1e-4)
     assert losses["rounding_gap"] == pytest.approx(losses["deployed"] - losses["relaxed"])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.extraction import extract, extract_keys
-from selector.backbone.injection import Memory
+from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import Example
@@ -42,7 +42,7 @@ def problem(llava: Backbone, examples: list[Example]) -> TrainingProblem:
     """Two entries and eight questions, which may retrieve both."""
     entries = extract(llava, examples[2:4], 2)
     questions = Questions(examples[:8], extract_keys(llava, examples[:8]))
-    memory = Memory(
+    memory = TensorMemory(
         entries.keys,
         entries.payload_keys,
         entries.payload_values,

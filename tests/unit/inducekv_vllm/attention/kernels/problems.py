@@ -151,14 +151,14 @@ def make(
         tables.decoupled[slot] = int(memory.form == "decoupled")
         if memory.remainder:
             tables.log_remainder[slot] = 1.5
-    gate, bias = torch.rand(N + 1, generator=rng) + 0.2, torch.randn(N + 1, generator=rng)
+    value_gate, bias = torch.rand(N + 1, generator=rng) + 0.2, torch.randn(N + 1, generator=rng)
     fused = normal(R, H + 2 * J, D, size=size)  # as vLLM's, of which the query is a part
     query, output, self_lse = fused[:, :H], normal(R, H, D), torch.randn(H, R, generator=rng).T
     row_slot = torch.tensor(row_memory, dtype=torch.int32)
     query[row_slot == 0] = output[row_slot == 0] = math.nan
     self_lse[row_slot == 0] = math.nan
     maps = (map_in, map_out) if any(m.map_rows for m in memories) else ()
-    pool = LayerPool(keys, values, gate, bias, *maps)
+    pool = LayerPool(keys, values, value_gate, bias, *maps)
     return Problem(pool, tables, row_slot, query, output, self_lse)
 
 
@@ -194,13 +194,13 @@ def by_loops(problem: Problem, lse: bool = True) -> Tensor:
                 [[1], [0], [1]]
             )
         map_weight = tables.map_weight[slot, :maps].double().repeat_interleave(r)  # [M]
-        gate, bias = float(pool.gate[slot]), float(pool.bias[slot])
+        value_gate, bias = float(pool.value_gate[slot]), float(pool.bias[slot])
         own = problem.output[row].double()  # [H, D]
         for head in range(H):
             keys, values = pool.keys[head // G, index].double(), pool.values[head // G, index].double()
             logits = key_scale * (keys @ problem.query[row, head].double()) * SCALE
             logits = logits + log_weight + bias  # [S]
-            values = value_scale[:, None] * gate * values  # [S, D]
+            values = value_scale[:, None] * value_gate * values  # [S, D]
             zero = torch.zeros(1, D, dtype=torch.float64)
             if tables.decoupled[slot] or not lse:
                 weights = torch.cat([logits, torch.zeros(1).double()]).softmax(0)
@@ -215,7 +215,7 @@ def by_loops(problem: Problem, lse: bool = True) -> Tensor:
             vector = own[j * G : (j + 1) * G].reshape(-1)
             for place, weight in zip(map_index, map_weight, strict=True):
                 inner = pool.map_in[j, place].double() @ vector
-                added = gate * weight * inner * pool.map_out[j, place].double()
+                added = value_gate * weight * inner * pool.map_out[j, place].double()
                 expected[row, j * G : (j + 1) * G] += added.view(G, D)
     return expected
 

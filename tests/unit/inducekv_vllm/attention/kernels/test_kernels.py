@@ -139,7 +139,7 @@ def test_weights_of_exactly_0_and_1(form: str, weight: float) -> None:
 def test_what_is_not_finite_is_not_added(dtype: torch.dtype, form: str, map_rows: int) -> None:
     """Such a number of the output stays that of self-attention, to the bit."""
     problem = make((2, 1, 16), [Memory(3, form, map_rows)], [1, 0, 1], dtype).to(DEVICE)
-    problem.pool.gate.fill_(3e38)
+    problem.pool.value_gate.fill_(3e38)
     problem.pool.values.mul_(6e4).clamp_(-6e4, 6e4)
     problem.pool.values[..., :8] = 0
     shape = problem.shape()

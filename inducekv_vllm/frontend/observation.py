@@ -11,8 +11,8 @@ from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
 from ..protocol import Decision, Untouched
-from .memory import Memory
 from .metrics import BundleMetrics
+from .served_bundle import ServedBundle
 from .spans import RequestSpan
 
 CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError)  # answered with 4xx
@@ -61,7 +61,7 @@ class Observation:
 
 @contextmanager
 def observing(
-    metrics: BundleMetrics, memory: Memory, headers: Mapping[str, str] | None, tracing: bool
+    metrics: BundleMetrics, memory: ServedBundle, headers: Mapping[str, str] | None, tracing: bool
 ) -> Iterator[Observation]:
     """Observe one request from its beginning to its end; `headers` are the trace headers that it came with."""
     span = RequestSpan(tracing, headers, metrics.bundle, memory)

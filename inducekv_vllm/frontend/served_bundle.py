@@ -19,14 +19,14 @@ from ..retrieval.entry_terms import Weighting
 
 
 @dataclass(frozen=True)
-class Memory(DatedEntries):
+class ServedBundle(DatedEntries):
     """One version of a memory. A changed file is another version with another digest."""
 
     path: str  # the workers read the same file
     file_bytes: int
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle, path: str) -> Memory:
+    def from_bundle(cls, bundle: Bundle, path: str) -> ServedBundle:
         """Raises OSError if the file at `path` has been removed."""
         return cls(bundle.metadata, path, os.path.getsize(path))
 
@@ -92,6 +92,6 @@ class Memory(DatedEntries):
         alive = self.alive()
         if not alive:
             return None
-        start = first_active_position(self.metadata.activation_of(None), token_ids, placeholders)
+        first_active = first_active_position(self.metadata.activation_of(None), token_ids, placeholders)
         expired = self.num_entries - len(alive)
-        return InjectionSpec(self.digest, tuple(alive), (1.0,) * len(alive), False, start, expired)
+        return InjectionSpec(self.digest, tuple(alive), (1.0,) * len(alive), False, first_active, expired)

@@ -33,14 +33,14 @@ from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
-from ..host.config import InduceKVConfig
 from ..pace import poll_delays
 from ..protocol import DecideSpec, Decision, InjectionSpec, decision_without_worker
 from ..teaching import WhenFull, forgotten, taught
-from .memory import Memory
+from ..vllm_seams.config import InduceKVConfig
 from .memory_engine import taken_from
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
 from .pictures import picture_params, state_in
+from .served_bundle import ServedBundle
 
 _T = TypeVar("_T")
 
@@ -76,9 +76,9 @@ class MemoryLLM:
         self._backbone = backbone_fingerprint(model.model, model.revision, cache)
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._signers = [read_public_key(path) for path in self.config.require_signature]
-        self._loaded: dict[str, Memory] = {}  # by digest
+        self._loaded: dict[str, ServedBundle] = {}  # by digest
 
-    def load_bundle(self, path: str | os.PathLike[str]) -> Memory:
+    def load_bundle(self, path: str | os.PathLike[str]) -> ServedBundle:
         """Check a bundle and make it resident on every rank.
 
         Raises:
@@ -101,16 +101,16 @@ class MemoryLLM:
             self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))
             raise CapacityError(f"the engine cannot load {path}: {refusals[0]}")
         if bundle.digest not in self._loaded:
-            self._loaded[bundle.digest] = Memory.from_bundle(bundle, absolute)
+            self._loaded[bundle.digest] = ServedBundle.from_bundle(bundle, absolute)
         return self._loaded[bundle.digest]
 
     def teach(
         self,
         facts: Sequence[FactRecord],
         path: str | os.PathLike[str],
-        memory: Memory | None = None,
+        memory: ServedBundle | None = None,
         when_full: WhenFull = "forget",
-    ) -> Memory:
+    ) -> ServedBundle:
         """Write the next version of a memory with more facts, or a first one of them alone, and load it.
 
         Args:
@@ -126,7 +126,7 @@ class MemoryLLM:
         write_bundle(taught(before, facts, self._facts, when_full=when_full), path)
         return self.load_bundle(path)
 
-    def forget(self, ids: Collection[str], path: str | os.PathLike[str], memory: Memory) -> Memory:
+    def forget(self, ids: Collection[str], path: str | os.PathLike[str], memory: ServedBundle) -> ServedBundle:
         """Write the next version of a memory without some of its facts, and load it.
 
         Args:
@@ -155,7 +155,7 @@ class MemoryLLM:
     def _facts(self) -> FactReader:
         return FactReader.of_engine(self.llm.llm_engine.vllm_config, self._backbone)
 
-    def unload_bundle(self, memory: Memory) -> None:
+    def unload_bundle(self, memory: ServedBundle) -> None:
         """Drop `memory` here and in the workers. Raises UnknownBundle if it is not loaded."""
         if self._loaded.pop(memory.digest, None) is None:
             raise UnknownBundle(f"no memory bundle {memory.path} is loaded")
@@ -166,7 +166,7 @@ class MemoryLLM:
         conversations: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        memory: Memory | Sequence[Memory | None] | None = None,
+        memory: ServedBundle | Sequence[ServedBundle | None] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
         adapter: LoRARequest | None = None,
@@ -192,7 +192,7 @@ class MemoryLLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        memory: Memory | Sequence[Memory | None] | None = None,
+        memory: ServedBundle | Sequence[ServedBundle | None] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
         adapter: LoRARequest | None = None,
@@ -205,7 +205,7 @@ class MemoryLLM:
         self,
         renders: Sequence[Callable[[], EngineInput]],
         params: SamplingParams | Sequence[SamplingParams],
-        memory: Memory | Sequence[Memory | None] | None,
+        memory: ServedBundle | Sequence[ServedBundle | None] | None,
         top_k: int | None,
         remainder: bool | None,
         adapter: LoRARequest | None,
@@ -229,7 +229,7 @@ class MemoryLLM:
         ]
 
     def _spec(
-        self, memory: Memory, prompt: EngineInput, top_k: int | None, remainder: bool | None
+        self, memory: ServedBundle, prompt: EngineInput, top_k: int | None, remainder: bool | None
     ) -> DecideSpec | InjectionSpec | None:
         remainder = self.config.remainder if remainder is None else remainder
         return memory.spec(top_k or self.config.top_k, remainder, prompt_token_ids(prompt), self._placeholders)
@@ -246,7 +246,7 @@ class MemoryLLM:
         )
         return outputs
 
-    def _check(self, memory: Memory | None, adapter: LoRARequest | None) -> None:
+    def _check(self, memory: ServedBundle | None, adapter: LoRARequest | None) -> None:
         if memory is None:
             return
         if memory.digest not in self._loaded:

@@ -24,10 +24,9 @@ from vllm.sampling_params import SamplingParams
 
 from ..backbone.placeholders import placeholder_ids
 from ..errors import InduceKVError, TaskDataError, UnknownBundle
-from ..host.config import InduceKVConfig
 from ..protocol import Decision, decision_without_worker
+from ..vllm_seams.config import InduceKVConfig
 from .journal import EngineJournal
-from .memory import Memory
 from .metrics import BundleMetrics
 from .observation import Observation, observing
 from .options import (
@@ -41,6 +40,7 @@ from .options import (
 )
 from .owner import OWNER
 from .pictures import picture_params, state_in
+from .served_bundle import ServedBundle
 from .stopping import EngineStop
 from .trace import describe
 
@@ -53,7 +53,7 @@ class MemoryRequest(LoRARequest):
 class Lease:
     """One version of a memory, kept resident for one request."""
 
-    memory: Memory
+    memory: ServedBundle
     adapter: LoRARequest | None  # of the memory
     task_adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # instead of entries, by task
     metrics: BundleMetrics | None = None  # of its name; None for none
@@ -185,7 +185,7 @@ class MemoryEngine:
         return state_in(decision)
 
     async def _note(
-        self, request_id: str, owner: str, name: str, memory: Memory, decision: Decision, observed: Observation
+        self, request_id: str, owner: str, name: str, memory: ServedBundle, decision: Decision, observed: Observation
     ) -> None:
         """Before the answer begins."""
         observed.decided(decision)
@@ -238,7 +238,7 @@ class MemoryEngine:
 
 def taken_from(output: RequestOutput) -> Decision | None:
     """The decision that an output brings, if it brings one. It is taken out of vLLM's field."""
-    told = dict(output.kv_transfer_params or {})
-    raw = told.pop("inducekv", None)
-    output.kv_transfer_params = told or None
+    params = dict(output.kv_transfer_params or {})
+    raw = params.pop("inducekv", None)
+    output.kv_transfer_params = params or None
     return None if raw is None else Decision.parse(raw)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..protocol import Decision
-from .memory import Memory
+from .served_bundle import ServedBundle
 
 
 class EngineJournal(Protocol):
     """It is told before each answer, and at the end of those that are traced."""
 
-    def note_decision(self, name: str, memory: Memory, decision: Decision) -> None:
+    def note_decision(self, name: str, memory: ServedBundle, decision: Decision) -> None:
         """An answer of the bundle of this name begins, as it was decided."""
         ...
 
@@ -25,7 +25,7 @@ class EngineJournal(Protocol):
 
         Args:
             owner: the digest of the key that asked; empty without one.
-            trace: see `inducekv_vllm.engine.trace.describe`.
+            trace: see `inducekv_vllm.frontend.trace.describe`.
 
         Raises:
             InduceKVError: it cannot be recorded, so there is no answer.

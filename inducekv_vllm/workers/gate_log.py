@@ -16,9 +16,9 @@ from typing import Final
 
 from ..errors import ConfigError
 from ..files.regular import open_regular
-from ..host.config import InduceKVConfig
-from ..host.logs import logger_of
 from ..retrieval.entry_terms import FloatArray
+from ..vllm_seams.config import InduceKVConfig
+from ..vllm_seams.logs import logger_of
 
 logger = logger_of(__name__)
 DIGITS: Final = 4

@@ -12,7 +12,7 @@ from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import SamplingParams
 
 from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec
-from .memory import Memory
+from .served_bundle import ServedBundle
 
 OPTION_PREFIX = "inducekv_"
 TRACE_OPTION = "inducekv_trace"
@@ -27,7 +27,7 @@ class MemoryOptions:
     top_k: int | None = None  # None for the server's setting
 
 
-def read_options(params: SamplingParams, memory: Memory) -> MemoryOptions:
+def read_options(params: SamplingParams, memory: ServedBundle) -> MemoryOptions:
     """Read and check the options of a request to a memory.
 
     Raises:

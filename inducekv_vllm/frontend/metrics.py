@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from ..gate import Closed
 from ..protocol import Decision, Source
-from .memory import Memory
+from .served_bundle import ServedBundle
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
@@ -102,7 +102,7 @@ class BundleMetrics:
         self.bundle = bundle
         self._exported = exported
 
-    def begin(self, memory: Memory) -> None:
+    def begin(self, memory: ServedBundle) -> None:
         """Begin the series at 0, those of the gate's tasks included: a rate needs what was before the first request."""
         tasks = memory.metadata.gate_tasks
         verdicts = [*(("open", task) for task in tasks), *((reason, "") for reason in CLOSED)] or [("none", "")]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..protocol import Decision
-from .memory import Memory
+from .served_bundle import ServedBundle
 
 
-def describe(name: str, memory: Memory, decision: Decision) -> dict[str, Any]:
+def describe(name: str, memory: ServedBundle, decision: Decision) -> dict[str, Any]:
     """A decision as JSON: the bundle, the gate's part, and the entries by decreasing weight."""
     record = memory.metadata.adapter_of(decision.task)
     return {
@@ -29,7 +29,7 @@ def describe(name: str, memory: Memory, decision: Decision) -> dict[str, Any]:
     }
 
 
-def describe_facts(memory: Memory, decision: Decision) -> list[dict[str, Any]]:
+def describe_facts(memory: ServedBundle, decision: Decision) -> list[dict[str, Any]]:
     """The facts that were found, with their part in the next token's distribution."""
     if decision.facts is None:
         return []
@@ -45,7 +45,7 @@ def describe_facts(memory: Memory, decision: Decision) -> list[dict[str, Any]]:
     ]
 
 
-def describe_gate(memory: Memory, decision: Decision) -> dict[str, Any] | None:
+def describe_gate(memory: ServedBundle, decision: Decision) -> dict[str, Any] | None:
     """None without a gate. For a closed gate the task is null, and for an open one the reason why it is closed."""
     if decision.margins is None:
         return None

@@ -44,9 +44,9 @@ class RunnerTables(Protocol):
         """
         ...
 
-    def take_back(self, request_id: str, position: int) -> None:
-        """Forget the one token that was sampled for a request that stays in the batch: it goes back to a position of
-        its prompt. Call it before the step that does.
+    def take_back(self, request_id: str, redo_from: int) -> None:
+        """Forget the one token that was sampled for a request that stays in the batch: its prompt is computed again
+        from `redo_from` on. Call it before the step that does.
         """
         ...
 
@@ -87,14 +87,14 @@ class _V2Tables:
     def final_hidden(self, num_rows: int) -> Tensor | None:
         return _final_hidden(self._runner, num_rows)
 
-    def take_back(self, request_id: str, position: int) -> None:
+    def take_back(self, request_id: str, redo_from: int) -> None:
         """Its tables are on the device: it counts tokens itself."""
         states = self._runner.req_states
         at = states.req_id_to_index[request_id]
         penalties = self._runner.sampler.penalties_state
         if penalties.use_penalty[at]:
             penalties.output_bin_counts[at].zero_()
-        states.num_computed_tokens.stage_write_elem(at, position)
+        states.num_computed_tokens.stage_write_elem(at, redo_from)
         states.total_len.stage_write_elem(at, int(states.prompt_len.np[at]))
         states.apply_staged_writes()
 
@@ -130,7 +130,7 @@ class _V1Tables:
     def final_hidden(self, num_rows: int) -> Tensor | None:
         return _final_hidden(self._runner, num_rows)
 
-    def take_back(self, request_id: str, position: int) -> None:
+    def take_back(self, request_id: str, redo_from: int) -> None:
         """vLLM's own update drops the token, as for KV loads that failed; but a seeded generator has drawn for it."""
         state = self._runner.requests[request_id]
         if state.generator is not None:
