@@ -132,7 +132,7 @@ def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundl
     return _with_facts(bundle, kept, changed, reader, bundle.metadata.settings)
 
 
-def left_out(before: Bundle | None, after: Bundle) -> list[str]:
+def dropped(before: Bundle | None, after: Bundle) -> list[str]:
     """The ids of facts that a version had, and the next one has not."""
     kept = {fact.id for fact in after.metadata.facts}
     return [fact.id for fact in before.metadata.facts if fact.id not in kept] if before is not None else []
@@ -188,7 +188,7 @@ def _threshold(facts: Sequence[FactRecord], task: str, reader: FactReader) -> fl
     return fit_threshold(index)
 
 
-def superseded(facts: Sequence[FactRecord]) -> dict[str, str]:
+def replaced_by(facts: Sequence[FactRecord]) -> dict[str, str]:
     """The facts that do not count, because a newer one of the task has the same question: id to id."""
     asked = {fact.id: (fact.task, asked_words(fact.question, fact.picture)) for fact in facts}
     newest = {question: id for id, question in asked.items()}

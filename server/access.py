@@ -94,7 +94,7 @@ class Access:
 
 
 @contextlib.contextmanager
-def opened(real: str, what: str) -> Iterator[str]:
+def stable_path(real: str, what: str) -> Iterator[str]:
     """A name of the file at `real` that leads to this file until the end of the context, whatever becomes of `real`.
 
     No symbolic link is followed: `real` is what `Access.inside` has returned, and a link in it was put there since.

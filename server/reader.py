@@ -30,7 +30,7 @@ from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import beside_requests
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 
-from .access import Access, opened
+from .access import Access, stable_path
 from .names import adapter_folder
 from .state import ServerState, VersionRecord
 
@@ -155,7 +155,7 @@ class BundleReader:
         return checked
 
     def _read_checked(self, name: str, path: str, access: Access | None, keep: bool) -> Checked:
-        with contextlib.nullcontext(path) if access is None else opened(path, f"bundle {name!r}") as file:
+        with contextlib.nullcontext(path) if access is None else stable_path(path, f"bundle {name!r}") as file:
             checked = self._read(name, path, file, keep)
         for record in checked.memory.metadata.task_adapters:
             _check_adapter_files(name, adapter_folder(checked.memory, record), record, access)

@@ -16,7 +16,7 @@ from inducekv_vllm.bundle import Bundle, FactRecord
 from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.pictures import is_picture
-from inducekv_vllm.teaching import fact_of, forgotten, left_out, superseded, taught
+from inducekv_vllm.teaching import dropped, fact_of, forgotten, replaced_by, taught
 
 from .bodies import MemoryRoute
 from .changes import Change
@@ -67,7 +67,7 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
         return taught(bundle, facts, reader, body.budget_bytes, when_full=body.when_full, last_used=last_used)
 
     changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
-    gone = left_out(changed.before, changed.after)
+    gone = dropped(changed.before, changed.after)
     return _answer(changed.card, [fact.id for fact in facts], gone)
 
 
@@ -90,7 +90,7 @@ async def examples(
         if after not in places:
             raise UnknownFact(f"the bundle has no fact {after!r}")
         begin = places[after] + 1
-    newer = superseded(facts)
+    newer = replaced_by(facts)
     shown = [_shown(fact, newer.get(fact.id), is_admin) for fact in itertools.islice(facts, begin, begin + limit)]
     return MemoryExampleList(digest=metadata.digest, data=shown, has_more=begin + limit < len(facts))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..gate import GateDecision, RelevanceGate
 from ..retrieval.entry_terms import FloatArray, IntArray, Retrieval
-from ..retrieval.index import PrefixIndex
+from ..retrieval.index import KeyIndex
 from .metadata import BundleMetadata
 from .tensors import Bundle
 
@@ -66,7 +66,7 @@ class DatedEntries:
 class BundleIndex(DatedEntries):
     """The index and gate of one bundle."""
 
-    index: PrefixIndex | None  # over the retrieval keys [B, d]; None without entries
+    keys: KeyIndex | None  # over the retrieval keys [B, d]; None without entries
     temperature: float
     gate: RelevanceGate | None = None
     token_digest: str = ""  # of what turns a prompt into the gate's evidence
@@ -76,7 +76,7 @@ class BundleIndex(DatedEntries):
         gate = bundle.gate
         return cls(
             metadata=bundle.metadata,
-            index=PrefixIndex(bundle.retrieval_keys.numpy()) if bundle.num_entries else None,
+            keys=KeyIndex(bundle.retrieval_keys.numpy()) if bundle.num_entries else None,
             temperature=float(bundle.temperature),
             gate=gate.rule if gate is not None else None,
             token_digest=gate.token_digest if gate is not None else "",
@@ -115,7 +115,7 @@ class BundleIndex(DatedEntries):
         """Weights for entries [n], or for the `top_k` of them that are closest to the key."""
         if self.metadata.weighting == "uniform":
             return Retrieval(entries, np.ones(len(entries), dtype=np.float32))
-        assert self.index is not None
+        assert self.keys is not None
         assert key is not None
         among = None if len(entries) == len(self.metadata.entries) else entries
-        return self.index.search(key, self.temperature, top_k, among)
+        return self.keys.search(key, self.temperature, top_k, among)

@@ -398,8 +398,8 @@ def bundle_digest(bundle: Bundle) -> str:
     """
     sha = hashlib.sha256()
     # A bundle without what was added later has the digest that it had before.
-    left_out = set() if bundle.metadata.facts else {"facts", "fact_thresholds"}
-    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *left_out})
+    absent = set() if bundle.metadata.facts else {"facts", "fact_thresholds"}
+    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *absent})
     if metadata["gate"] is not None and metadata["gate"]["near"] is None:
         del metadata["gate"]["near"]
     rest()

@@ -91,8 +91,8 @@ class _Whitened:
 
     def __call__(self, states: FloatArray) -> FloatArray:
         """[n, F] of norm 1; 0 for the mean."""
-        moved = states - self._mean
-        scaled = self._rest * moved + (moved @ self._axes.T * self._along) @ self._axes
+        centred = states - self._mean
+        scaled = self._rest * centred + (centred @ self._axes.T * self._along) @ self._axes
         unit: FloatArray = scaled / np.linalg.norm(scaled, axis=1, keepdims=True).clip(1e-12)
         return unit
 

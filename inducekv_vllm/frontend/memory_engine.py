@@ -148,7 +148,7 @@ class MemoryEngine:
             is_noted = False
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    decision = taken_from(output) or decision
+                    decision = pop_decision(output) or decision
                     if decision is not None and decision.error is not None:
                         raise GenerationError(decision.error)
                     if not is_noted and decision is not None:
@@ -181,7 +181,7 @@ class MemoryEngine:
         with self._invalidating_mm_cache(prompt), self._stop.running():
             decision = None
             async for output in self._plain_generate(prompt, picture_params(), f"picture-{uuid4()}"):
-                decision = taken_from(output) or decision
+                decision = pop_decision(output) or decision
         return state_in(decision)
 
     async def _note(
@@ -236,7 +236,7 @@ class MemoryEngine:
             raise
 
 
-def taken_from(output: RequestOutput) -> Decision | None:
+def pop_decision(output: RequestOutput) -> Decision | None:
     """The decision that an output brings, if it brings one. It is taken out of vLLM's field."""
     params = dict(output.kv_transfer_params or {})
     raw = params.pop("inducekv", None)

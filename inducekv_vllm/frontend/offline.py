@@ -37,7 +37,7 @@ from ..pace import poll_delays
 from ..protocol import DecideSpec, Decision, InjectionSpec, decision_without_worker
 from ..teaching import WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
-from .memory_engine import taken_from
+from .memory_engine import pop_decision
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
 from .pictures import picture_params, state_in
 from .served_bundle import ServedBundle
@@ -149,7 +149,7 @@ class MemoryLLM:
         """
         prompt = require_rendered(self.llm._preprocess_chat_one(conversation))
         (output,) = self._run([prompt], [picture_params()], None)
-        return state_in(taken_from(output))
+        return state_in(pop_decision(output))
 
     @cached_property
     def _facts(self) -> FactReader:
@@ -224,7 +224,7 @@ class MemoryLLM:
         all_params = [with_spec(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)
         return [
-            MemoryAnswer(output, None if each is None else decision_without_worker(spec) or taken_from(output))
+            MemoryAnswer(output, None if each is None else decision_without_worker(spec) or pop_decision(output))
             for output, each, spec in zip(outputs, memories, specs, strict=True)
         ]
 

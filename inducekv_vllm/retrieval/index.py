@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from .entry_terms import IntArray, Retrieval
 
 
-class PrefixIndex:
+class KeyIndex:
     """Exact inner-product search over a memory's retrieval keys."""
 
     def __init__(self, keys: npt.ArrayLike) -> None:

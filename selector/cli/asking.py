@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from inducekv_vllm.errors import ConfigError
 
 from ..client import Server, messages_of
-from .publishing import require_address
+from .servers import require_address
 
 if TYPE_CHECKING:
     from ..data.examples import Example

@@ -36,14 +36,14 @@ from ..runtime.files import require_output
 from ..update.measures import entry_bytes
 from ..update.settings import BuildSettings
 from .columns import ColumnOptions, columns_of
-from .custody import add_commands
 from .eval_gate import add_command as add_eval_gate
 from .evaluate import add_command as add_eval
 from .flags import add_flags, error_line
 from .gate_fit import add_command as add_gate_fit
 from .gate_tables import gate_differences, gate_summary, tensor_difference
 from .loading import load_backbone
-from .replicas import add_command as add_publish
+from .provenance import add_commands
+from .publish import add_command as add_publish
 from .route import add_command as add_route
 from .served import add_commands as add_served
 from .teach import add_command as add_teach

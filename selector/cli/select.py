@@ -23,12 +23,12 @@ from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError
 
 from ..refined.settings import RefinedSettings
+from .dates import read_date, read_date_after
 from .flags import error_line
 from .gate_questions import read_background_of
 from .gate_tables import print_prices
 from .loading import load_backbone
-from .moments import moment, moment_after
-from .publishing import publish, require_address
+from .servers import publish, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
 from .warned import warnings_as_lines
 
@@ -149,8 +149,8 @@ def _check_paths(options: SelectOptions) -> None:
 
 def _dates(options: SelectOptions, began: datetime) -> tuple[datetime, datetime | None]:
     """When the new entries count as made, and when they expire. Raises ConfigError: neither date nor age."""
-    created = moment(options.created, "--created") if options.created else began
-    return created, moment_after(options.expires, created, "--expires") if options.expires else None
+    created = read_date(options.created, "--created") if options.created else began
+    return created, read_date_after(options.expires, created, "--expires") if options.expires else None
 
 
 def _show(options: SelectOptions, learned: Learned) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..client import Server
 from .gate_tables import print_table
-from .publishing import require_address
+from .servers import require_address
 
 SUCCESS: Final = 0
 Command = Callable[[argparse.Namespace], int]

@@ -31,7 +31,7 @@ def teach(options: argparse.Namespace) -> int:
     require_output(options.output)
 
     from inducekv_vllm.backbone.stored_facts import FactReader
-    from inducekv_vllm.teaching import forgotten, left_out, superseded, taught
+    from inducekv_vllm.teaching import dropped, forgotten, replaced_by, taught
 
     from ..data.examples import read_task
 
@@ -46,11 +46,11 @@ def teach(options: argparse.Namespace) -> int:
     if facts:
         before = bundle
         bundle = taught(bundle, facts, reader, options.budget_bytes, when_full=options.when_full)
-        for gone in left_out(before, bundle):
+        for gone in dropped(before, bundle):
             print(f"{gone}: forgotten, to make room")
     assert bundle is not None
     write_bundle(bundle, options.output)
-    for old, new in superseded(bundle.metadata.facts).items():
+    for old, new in replaced_by(bundle.metadata.facts).items():
         print(f"{old}: its question is answered by the newer {new}")
     thresholds = ", ".join(f"{task} {each:.3f}" for task, each in bundle.metadata.fact_thresholds.items())
     count = len(bundle.metadata.facts)

@@ -16,22 +16,22 @@ class Notes:
     def __init__(self, source: str) -> None:
         self.source = source
         self._unused: Counter[str] = Counter()  # rows with something in the column
-        self._left_out: dict[str, list[str]] = defaultdict(list)  # places by reason
+        self._skipped: dict[str, list[str]] = defaultdict(list)  # places by reason
 
     def unused(self, column: str) -> None:
         """A row has something in a column that is not used."""
         self._unused[column] += 1
 
-    def left_out(self, place: str, reason: str) -> None:
+    def skipped(self, place: str, reason: str) -> None:
         """The row at this place is not learned. The reason goes on from "because"."""
-        self._left_out[reason].append(place)
+        self._skipped[reason].append(place)
 
     def lines(self) -> list[str]:
         """What was found, a line each."""
         found = [
             f"{counted(len(places), 'row is', 'rows are')} left out, because {reason}: "
             f"the first is {places[0].removeprefix(f'{self.source}, ')}"
-            for reason, places in self._left_out.items()
+            for reason, places in self._skipped.items()
         ]
         if self._unused:
             names = ", ".join(f"{name!r} ({counted(count, 'row', 'rows')})" for name, count in self._unused.items())

@@ -90,7 +90,7 @@ def _answered(messages: list[Any], place: str, notes: Notes) -> Found | None:
         raise TaskDataError(f"{place}: neither 'answer' nor a last message of the assistant's: nothing is the answer")
     at = last_learned(messages, place)
     if at is None:
-        notes.left_out(place, "its answer has the weight 0")
+        notes.skipped(place, "its answer has the weight 0")
         return None
     answer = messages[at].get("content")
     if isinstance(answer, list):
@@ -119,7 +119,7 @@ def _plain(row: Row, columns: Columns, notes: Notes) -> Found | None:
     if answer != "label" and (is_good := _judgement(row)) is not None:
         row.get("label")
         if not is_good:
-            notes.left_out(row.place, "its label says that the answer is bad")
+            notes.skipped(row.place, "its label says that the answer is bad")
             return None
     images = _images(row, columns)
     if _are_messages(row.look(prompt)):

@@ -14,7 +14,7 @@ import pytest
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from server.access import Access, ChangeRefused, opened
+from server.access import Access, ChangeRefused, stable_path
 from tests.bundles import random_bundle
 from tests.engine.parity import World, prompts
 from tests.server.http import TRACED, Bundles, ask, trace_at, trace_of, wait_until
@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
 def found(access: Access, path: Path | str) -> str:
     """The file at a path, which can be opened."""
     real = access.inside(str(path), "bundle 'm'")
-    with opened(real, "bundle 'm'") as file:
+    with stable_path(real, "bundle 'm'") as file:
         assert os.path.samefile(file, real)
     return real
 

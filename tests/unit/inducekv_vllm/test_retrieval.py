@@ -12,7 +12,7 @@ import pytest
 
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
-from inducekv_vllm.retrieval.index import PrefixIndex
+from inducekv_vllm.retrieval.index import KeyIndex
 
 
 def unit_keys(count: int, d: int, seed: int) -> npt.NDArray[np.float32]:
@@ -34,7 +34,7 @@ def brute_force(
 @pytest.mark.parametrize("temperature", [0.01, 0.07, 3.0])
 def test_search_is_the_softmax_of_the_scores(top_k: int | None, temperature: float) -> None:
     keys, queries = unit_keys(64, 48, seed=1).astype(np.float16), unit_keys(5, 48, seed=2)
-    index = PrefixIndex(keys)
+    index = KeyIndex(keys)
     for query in queries:
         expected = brute_force(keys, query, temperature, top_k)
         retrieval = index.search(query, temperature, top_k)
@@ -47,7 +47,7 @@ def test_search_is_the_softmax_of_the_scores(top_k: int | None, temperature: flo
 
 
 def test_ties_go_to_the_first_entry() -> None:
-    index = PrefixIndex(np.repeat(unit_keys(1, 32, seed=3), 40, axis=0))
+    index = KeyIndex(np.repeat(unit_keys(1, 32, seed=3), 40, axis=0))
     for top_k in (None, 1, 17):
         retrieval = index.search(unit_keys(1, 32, seed=3)[0], 0.07, top_k)
         assert retrieval.entries.tolist() == list(range(top_k or 40))
@@ -56,7 +56,7 @@ def test_ties_go_to_the_first_entry() -> None:
 
 def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero() -> None:
     keys = unit_keys(16, 8, seed=4)
-    retrieval = PrefixIndex(keys).search(keys[5], 1e-6)
+    retrieval = KeyIndex(keys).search(keys[5], 1e-6)
     assert retrieval.entries[0] == 5
     assert retrieval.weights[0] == 1
     assert np.isfinite(retrieval.weights).all()
@@ -65,7 +65,7 @@ def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero() -> None:
 @pytest.mark.parametrize("keys", [np.zeros(4), np.zeros((0, 4)), np.zeros((4, 0)), np.full((2, 2), np.nan)])
 def test_bad_keys(keys: npt.NDArray[Any]) -> None:
     with pytest.raises(ConfigError, match="retrieval keys"):
-        PrefixIndex(keys)
+        KeyIndex(keys)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_bad_keys(keys: npt.NDArray[Any]) -> None:
 )
 def test_bad_queries(query: npt.NDArray[Any], temperature: float, top_k: int | None, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        PrefixIndex(unit_keys(3, 4, seed=0)).search(query, temperature, top_k)
+        KeyIndex(unit_keys(3, 4, seed=0)).search(query, temperature, top_k)
 
 
 @dataclass
@@ -124,7 +124,7 @@ def test_terms_are_scaled_cache_tokens_or_weigh_the_softmax(scene: Scene, weight
     With "prior" alpha multiplies the terms of the softmax instead.
     """
     keys = unit_keys(6, 16, seed=8)
-    retrieval = PrefixIndex(keys).search(keys[2], 0.3, top_k)
+    retrieval = KeyIndex(keys).search(keys[2], 0.3, top_k)
     options: dict[str, Any] = {"weighting": weighting, "payload_tokens": 3, "num_entries": 6}
     alpha = np.zeros(6)
     alpha[retrieval.entries] = retrieval.weights
@@ -184,9 +184,9 @@ def test_a_search_among_some_entries_is_a_search_of_a_memory_of_those() -> None:
     keys[7] = keys[2]  # equal scores
     among = np.array([7, 1, 2, 4])
     for top_k in (None, 1, 2, 3, 4, 20):
-        retrieval = PrefixIndex(keys).search(query, 0.3, top_k, among)
-        small = PrefixIndex(keys[sorted(among)]).search(query, 0.3, top_k)
+        retrieval = KeyIndex(keys).search(query, 0.3, top_k, among)
+        small = KeyIndex(keys[sorted(among)]).search(query, 0.3, top_k)
         np.testing.assert_array_equal(retrieval.entries, np.sort(among)[small.entries])
         np.testing.assert_array_equal(retrieval.weights, small.weights)
     with pytest.raises(ConfigError, match="at least one entry"):
-        PrefixIndex(keys).search(query, 0.3, None, np.array([], dtype=np.int64))
+        KeyIndex(keys).search(query, 0.3, None, np.array([], dtype=np.int64))

@@ -21,7 +21,7 @@ from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.gate import RelevanceGate
 from inducekv_vllm.retrieval.entry_terms import Weighting, entry_terms
-from inducekv_vllm.retrieval.index import PrefixIndex
+from inducekv_vllm.retrieval.index import KeyIndex
 from selector.backbone.extraction import extract
 from selector.backbone.gate_rule import gated_prior
 from selector.backbone.generation import generate, score
@@ -110,7 +110,7 @@ def test_attention_by_loops(llava: Backbone) -> None:
 
 def served_terms(memory: TensorMemory, query_keys: Tensor, settings: dict[str, Any]) -> Terms:
     """The terms of requests with these query keys [n, d] as the plugin computes them."""
-    index = PrefixIndex(memory.retrieval_keys.numpy())
+    index = KeyIndex(memory.retrieval_keys.numpy())
     options = {"payload_tokens": M, "num_entries": B, "remainder": settings.get("remainder", False)}
     pages = []
     for key in query_keys.numpy():

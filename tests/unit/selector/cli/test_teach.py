@@ -15,7 +15,7 @@ from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
 from inducekv_vllm.backbone.word_vectors import WordVectors, input_embeddings
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import CapacityError, TaskDataError, UnsupportedModel
-from inducekv_vllm.teaching import fact_of, stored_bytes, superseded, taught
+from inducekv_vllm.teaching import fact_of, replaced_by, stored_bytes, taught
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -128,7 +128,7 @@ def test_what_is_refused(
 def test_the_newest_counts(reader: FactReader) -> None:
     old, new = (fact_of("What is it?", answer, id=answer) for answer in ("old", "new"))
     bundle = taught(None, [old, new], reader)
-    assert superseded(bundle.metadata.facts) == {"old": "new"}
+    assert replaced_by(bundle.metadata.facts) == {"old": "new"}
     assert asked(reader, bundle, "what is it") == ["new"]
     corrected = taught(bundle, [fact_of("What is it?", "newest", id="old")], reader)
     assert [(fact.id, fact.answer) for fact in corrected.metadata.facts] == [("new", "new"), ("old", "newest")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from inducekv_vllm.bundle import read_bundle
 
 from ..client import Server, ServerError
-from .publishing import require_address
+from .servers import require_address
 
 SUCCESS, DIFFERENT = 0, 1
 NOTHING = "-"

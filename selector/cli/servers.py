@@ -1,4 +1,4 @@
-"""Hand a finished bundle to running servers."""
+"""Addresses of running servers, and a finished bundle for one of them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def age(text: str) -> timedelta | None:
     return None if found is None else timedelta(**{_UNITS[found[2]]: int(found[1])})
 
 
-def moment(text: str, flag: str) -> datetime:
+def read_date(text: str, flag: str) -> datetime:
     """A date (its beginning) or a time in ISO 8601, in UTC unless it says otherwise; in whole seconds.
 
     Raises:
@@ -33,11 +33,11 @@ def moment(text: str, flag: str) -> datetime:
         ) from error
 
 
-def moment_after(text: str, begin: datetime, flag: str) -> datetime:
+def read_date_after(text: str, begin: datetime, flag: str) -> datetime:
     """A date, or an age from `begin` on. Raises ConfigError: it is neither, or not after `begin`."""
     after = age(text)
     try:
-        when = moment(text, flag) if after is None else begin + after
+        when = read_date(text, flag) if after is None else begin + after
     except OverflowError as error:
         raise ConfigError(f"{flag} {text} is too far away") from error
     if when <= begin:
