@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.attention.resident_bundle import ResidentBundle
+from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.worker import InduceKVWorker
 
 HELD_ENTRY = "held-by-the-worker"  # id of an entry
@@ -15,18 +16,14 @@ HELD_S = 60.0  # a load is not held longer
 class HoldingWorker(InduceKVWorker):  # type: ignore[valid-type, misc]
     """Holds the load of a bundle with `HELD_ENTRY` from PATH: makes the file PATH.held, and waits until it is gone."""
 
-    def _check(self, bundle: Bundle, path: str, digest: str) -> None:
-        super()._check(bundle, path, digest)
-        if _has(bundle, HELD_ENTRY):
+    def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
+        if any(entry.id == HELD_ENTRY for entry in read_bundle(path).metadata.entries):
             held, until = held_file(path), time.monotonic() + HELD_S
             held.touch()
             while held.exists() and time.monotonic() < until:
                 time.sleep(0.02)
+        return super()._load_bundle(path, digest)
 
 
 def held_file(path: Path | str) -> Path:
     return Path(f"{path}.held")
-
-
-def _has(bundle: Bundle, entry_id: str) -> bool:
-    return any(entry.id == entry_id for entry in bundle.metadata.entries)

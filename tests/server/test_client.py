@@ -38,5 +38,5 @@ def test_a_name_is_taught_asked_corrected_rolled_back_and_unloaded(server: str) 
 
 
 def test_the_model_beneath_a_bundle(server: str, world: World) -> None:
-    assert Server(server).base_model("sqrt") == "base"
-    assert Server(server).digest("sqrt") == world.bundles["sqrt"].digest
+    assert Server(server).base_model("first") == "base"
+    assert Server(server).digest("first") == world.bundles["first"].digest

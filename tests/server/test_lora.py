@@ -70,4 +70,4 @@ def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted,
     registry = BundleRegistry(client, models, adapted.bundle.metadata.backbone, state)
     memory = ServedBundle.from_bundle(adapted.plain.bundles["first"], str(adapted.plain.paths["first"]))
     with pytest.raises(UnsupportedModel, match="names no adapter"):
-        registry._check_adapters("n", memory)
+        registry._names.check_adapters("n", memory, config)

@@ -43,8 +43,8 @@ def test_it_warns_of_what_the_command_warns_of(llava: Backbone, tmp_path: Path) 
     """Of rows, too; before anything is computed."""
     pairs = [("a", "red"), ("b", "red"), ("a", "red"), ("a", "blue")]
     rows = [{"question": question, "answer": answer, "team": "x"} for question, answer in pairs]
-    with pytest.warns(selector.TaskDataWarning) as warned, pytest.raises(TaskDataError, match="cannot read"):
-        selector.teach(llava, rows, base=tmp_path / "none.jsonl")
+    with pytest.warns(selector.TaskDataWarning) as warned, pytest.raises(TaskDataError, match="is also a question"):
+        selector.teach(llava, rows, base=[{"question": "a", "answer": "none"}])
     assert [str(each.message) for each in warned] == [
         "the rows: a column is not used: 'team' (4 rows)",
         "1 row repeats an earlier one, and equal rows are learned once: the first is row 3, like row 1",

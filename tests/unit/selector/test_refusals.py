@@ -58,7 +58,7 @@ CASES = {
     "an empty answer in validation": Case(TaskDataError, "has an empty answer", {"validation": "silent_places"}),
     "an id twice": Case(TaskDataError, "'counts0' occurs more than once", {"task": "twice"}),
     "several tasks": Case(TaskDataError, "one task at a time", {"task": "mixed"}),
-    "a text that stands for a picture": Case(TaskDataError, "the text holds '<image>'", {"task": "marked"}),
+    "a text that stands for a picture": Case(TaskDataError, "more <image> marks than images", {"task": "marked"}),
     "longer than the context": Case(TaskDataError, "example 'e1' of task 'colours' has", {"task": "long"}),
     "no file": Case(TaskDataError, "cannot read the task data", {"task": "nowhere"}),
     "questions that are everyday requests": Case(ConfigError, "are everyday requests", {"task": "chat"}),
