@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 
+from inducekv_vllm.engine.loading import load_async
 from inducekv_vllm.engine.memory import Memory
-from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
+from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.host.logs import logger_of
 from inducekv_vllm.pace import poll_delays
 
@@ -27,21 +28,15 @@ async def load(client: EngineClient, memory: Memory) -> int:
     Raises:
         CapacityError: it does not fit.
         BundleError: a worker cannot load it otherwise.
-        UnsupportedModel: an adapter of one of its tasks cannot be loaded.
+        UnsupportedModel: this engine cannot serve it, or an adapter of one of its tasks cannot be loaded.
     """
-    delays = poll_delays()
-    await client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
-    while None in (answers := await client.collective_rpc("inducekv_load_outcome", args=(memory.digest,))):
-        await asyncio.sleep(next(delays))
-    if refusals := [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if not answer["ok"]]:
-        kind = CapacityError if any(answer.get("is_full") for answer in answers) else BundleError
-        raise kind(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
+    resident_bytes = await load_async(client.collective_rpc, memory.path, memory.digest)
     for task, adapter in task_adapters(memory).items():
         try:
             await client.add_lora(adapter)
         except Exception as error:
             raise UnsupportedModel(f"cannot load the adapter of task {task!r}: {error}") from error
-    return int(answers[0]["resident_bytes"])
+    return resident_bytes
 
 
 async def unload(client: EngineClient, memory: Memory, but: Iterable[LoRARequest] = ()) -> None:
