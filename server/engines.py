@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from typing import Final
 
 from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
@@ -18,6 +19,7 @@ from inducekv_vllm.pace import poll_delays
 from .names import task_adapters
 
 logger = logger_of(__name__)
+ERASE_S: Final = 5.0  # so long changes wait for the memory of a bundle to be overwritten
 
 
 async def load(client: EngineClient, memory: Memory) -> int:
@@ -48,9 +50,21 @@ async def unload(client: EngineClient, memory: Memory, but: Iterable[LoRARequest
     await client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
 
 
-async def wait_until_erased(client: EngineClient, digest: str, seconds: float) -> bool:
-    """Whether every rank has overwritten the memory of an unloaded bundle, within so many seconds."""
-    deadline, delays = time.monotonic() + seconds, poll_delays()
+async def release(client: EngineClient, memory: Memory, but: Iterable[LoRARequest]) -> bool | None:
+    """`unload`, of a bundle that nothing uses; whether its memory is overwritten, None if the engine is gone."""
+    try:
+        await unload(client, memory, but)
+        is_erased = await _is_erased_in_time(client, memory.digest)
+    except Exception as error:  # the bundle is gone with the engine
+        logger.warning("could not release the memory of digest %s: %r", memory.digest, error)
+        return None
+    logger.info("memory of digest %s released: no name and no request uses it", memory.digest)
+    return is_erased
+
+
+async def _is_erased_in_time(client: EngineClient, digest: str) -> bool:
+    """Whether every rank has overwritten the memory of an unloaded bundle, within `ERASE_S`."""
+    deadline, delays = time.monotonic() + ERASE_S, poll_delays()
     while not all(await client.collective_rpc("inducekv_is_erased", args=(digest,))):
         if time.monotonic() > deadline:
             logger.warning("the memory of digest %s is not erased yet: the engine still reads it", digest)
