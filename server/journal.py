@@ -42,10 +42,10 @@ class Journal:
         # Decisions of this API process, the last one first, without anything of the requests; None without the page.
         self.latest: deque[dict[str, Any]] | None = deque(maxlen=LATEST) if config.memory_page else None
 
-    async def note(self, event: str, **facts: Any) -> None:
+    async def note(self, event: str, **details: Any) -> None:
         """Record what has happened already."""
         try:
-            await asyncio.to_thread(self._state.note, event, facts)
+            await asyncio.to_thread(self._state.note, event, details)
         except InduceKVError as error:
             logger.error("the event %r could not be recorded: %s", event, error)
 
@@ -81,7 +81,7 @@ class Journal:
         Raises:
             ConfigError, CapacityError: it cannot be recorded.
         """
-        facts = {
+        details = {
             "request": request_id,
             "by": owner[:KEY_DIGITS] or None,
             "name": trace["bundle"],
@@ -89,7 +89,7 @@ class Journal:
             "task": trace["gate"] and trace["gate"]["task"],
             "entries": {entry["id"]: entry["weight"] for entry in (*trace["entries"], *trace["facts"])},
         }
-        await asyncio.to_thread(self._state.note, "answer", facts)
+        await asyncio.to_thread(self._state.note, "answer", details)
 
     def note_facts(self, name: str, facts: Sequence[str]) -> None:
         """Facts are about to answer. It is written down once a minute, and before a name is taught more."""

@@ -22,7 +22,7 @@ from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.engine.memory import Memory
 from inducekv_vllm.engine.memory_engine import Lease, MemoryRequest
 from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
-from inducekv_vllm.workers.cpu_lora import groups_adapters
+from inducekv_vllm.host.requirements import groups_adapters
 
 from .metrics import RegistryMetrics
 from .schemas import NAME_PATTERN

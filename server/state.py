@@ -188,17 +188,17 @@ class ServerState:
                     rows.execute("ROLLBACK")
                 raise
 
-    def note(self, event: str, facts: Mapping[str, Any]) -> None:
+    def note(self, event: str, details: Mapping[str, Any]) -> None:
         """Add to the audit chain what has happened already, or an answer that is about to begin."""
         with self._transaction(durable=False) as rows:
-            audit_chain.append(rows, event, facts)
+            audit_chain.append(rows, event, details)
 
     # ---- what is served ------------------------------------------------------------------------------------------
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
+    def begin(self, details: Mapping[str, Any]) -> None:
         """A server starts: nothing is resident, and nothing is left of its predecessor's requests."""
         with self._transaction() as rows:
-            audit_chain.append(rows, "start", facts)
+            audit_chain.append(rows, "start", details)
             for statement in ("draining", "attempts", "traces", "server"):
                 rows.execute(f"DELETE FROM {statement}")
             rows.execute("UPDATE contents SET resident_bytes = NULL")
@@ -287,7 +287,7 @@ class ServerState:
         metadata = memory.metadata.model_dump_json()
         with self._transaction() as rows:
             before, replaced = _served(rows), _served(rows, record.name)
-            audit_chain.append(rows, event, _facts(record, next(iter(replaced), None)))
+            audit_chain.append(rows, event, _details(record, next(iter(replaced), None)))
             newest = rows.execute(
                 "SELECT digest, source FROM versions WHERE name = ? ORDER BY number DESC LIMIT 1", (record.name,)
             ).fetchone()
@@ -336,8 +336,8 @@ class ServerState:
             CapacityError, ConfigError: it cannot be recorded. Nothing has changed.
         """
         with self._transaction() as rows:
-            facts = {"name": name, "digests": list(digests), "served": next(iter(_served(rows, name))), "by": who}
-            audit_chain.append(rows, "forget", facts)
+            details = {"name": name, "digests": list(digests), "served": next(iter(_served(rows, name))), "by": who}
+            audit_chain.append(rows, "forget", details)
             for digest in digests:
                 rows.execute("DELETE FROM versions WHERE name = ? AND digest = ?", (name, digest))
             for statement in DROP_UNUSED:
@@ -485,9 +485,9 @@ def _served(rows: sqlite3.Connection, name: str | None = None) -> set[str]:
     return {digest for (digest,) in rows.execute(f"{SERVED} AND coalesce(name = ?, TRUE)", (name,))}
 
 
-def _facts(record: VersionRecord, before: str | None) -> dict[str, Any]:
-    facts = {"name": record.name, "digest": record.digest, "parent": record.parent_digest, "before": before}
-    return {**facts, "by": record.by, "source": record.source}
+def _details(record: VersionRecord, before: str | None) -> dict[str, Any]:
+    details = {"name": record.name, "digest": record.digest, "parent": record.parent_digest, "before": before}
+    return {**details, "by": record.by, "source": record.source}
 
 
 def _drain(rows: sqlite3.Connection, before: set[str], processes: Iterable[int]) -> None:

@@ -34,22 +34,22 @@ class RequestSpan:
         """Add what the request is answered with."""
         if self._span is None:
             return
-        facts: dict[str, str | int | float] = {
+        attributes: dict[str, str | int | float] = {
             "inducekv.decision.source": decision.source,
             "inducekv.decision.seconds": decision.seconds,
             "inducekv.gate": decision.verdict,
         }
         if decision.margins is not None:
-            facts["inducekv.gate.margin"] = max(decision.margins)
+            attributes["inducekv.gate.margin"] = max(decision.margins)
         if decision.task is not None:
-            facts["inducekv.task"] = decision.task
+            attributes["inducekv.task"] = decision.task
         if decision.entries:
-            facts["inducekv.entries"] = len(decision.entries)
+            attributes["inducekv.entries"] = len(decision.entries)
         if decision.facts is not None:
-            facts["inducekv.facts"] = len(decision.facts.facts)
+            attributes["inducekv.facts"] = len(decision.facts.facts)
         if decision.similarity is not None:
-            facts["inducekv.similarity"] = decision.similarity
-        self._span.set_attributes(facts)
+            attributes["inducekv.similarity"] = decision.similarity
+        self._span.set_attributes(attributes)
 
     def failed(self, error: Exception) -> None:
         if self._span is not None:
@@ -60,10 +60,10 @@ class RequestSpan:
             self._span.end()
 
 
-def _start(headers: Mapping[str, str] | None, facts: Mapping[str, str]) -> Span:
+def _start(headers: Mapping[str, str] | None, attributes: Mapping[str, str]) -> Span:
     context = TraceContextTextMapPropagator().extract(headers) if headers else None
     tracer = get_tracer("inducekv")
-    return tracer.start_span(SPAN, context=context, kind=SpanKind.INTERNAL, attributes=dict(facts))
+    return tracer.start_span(SPAN, context=context, kind=SpanKind.INTERNAL, attributes=dict(attributes))
 
 
 def _headers_of(span: Span) -> dict[str, str]:

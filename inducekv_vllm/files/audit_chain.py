@@ -18,11 +18,11 @@ NO_RECORD: Final = "0" * 64  # what the first record names as the one before
 TABLE: Final = "CREATE TABLE audit (n INTEGER PRIMARY KEY, record TEXT NOT NULL) STRICT;"
 
 
-def append(rows: sqlite3.Connection, event: str, facts: Mapping[str, Any]) -> None:
+def append(rows: sqlite3.Connection, event: str, details: Mapping[str, Any]) -> None:
     """Add a record within a transaction that may write, so that nobody else adds one meanwhile."""
     number, last = rows.execute("SELECT n, record FROM audit ORDER BY n DESC LIMIT 1").fetchone() or (-1, None)
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    record = {"n": number + 1, "time": now, "event": event, **facts, "previous": digest_of(last)}
+    record = {"n": number + 1, "time": now, "event": event, **details, "previous": digest_of(last)}
     rows.execute("INSERT INTO audit VALUES (?, ?)", (number + 1, json.dumps(record, allow_nan=False)))
 
 
