@@ -2,7 +2,7 @@
 
     DecideSpec      API process -> scheduler, worker: the worker shall decide once it knows the prompt
     InjectionSpec   API process -> scheduler, worker: nothing needs to be decided
-    Decision        worker -> scheduler -> API process, with the request's first output
+    Decision        worker -> scheduler -> API process, with every output of the request
     Start           scheduler -> worker, with the request's next step: what was decided
 
 The first two travel in `SamplingParams.extra_args`, the others as attributes of vLLM's step outputs.
@@ -208,11 +208,13 @@ class Decision:
         answers = None if self.facts is None else self.facts.answers
         return Start(self.redo_from(prompt_tokens), changes, answers, media)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "outcome": {"kind": type(self.outcome).__name__, **asdict(self.outcome)}}
+    def pack(self) -> str:
+        """As one string, which costs an output little: it is packed once, and copied."""
+        return json.dumps({**asdict(self), "outcome": {"kind": type(self.outcome).__name__, **asdict(self.outcome)}})
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> Decision:
+    def unpack(cls, packed: str) -> Decision:
+        raw = json.loads(packed)
         margins, facts = raw["margins"], raw["facts"]
         return cls(
             **{

@@ -24,6 +24,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from cachetools import LRUCache
@@ -62,7 +63,6 @@ class _Asked:
     identity: bytes  # `_identity`
     decision: Decision | None = None
     start: Start | None = None  # that the worker has not heard of
-    is_delivered: bool = False  # an output has brought the decision to the API process
     lacks_media: bool = False  # the worker has no pixels: the prefix cache had what they become
     held_logprobs: Any = None  # of the prompt; they came with the token that was dropped
 
@@ -71,6 +71,12 @@ class _Asked:
         if self.decision is None:
             return _Phase.UNDECIDED
         return _Phase.SETTLED if self.start is None else _Phase.STARTING
+
+    @cached_property
+    def packed(self) -> str:
+        """The decision, as outputs bring it."""
+        assert self.decision is not None
+        return self.decision.pack()
 
 
 class _MemoryRequests(Scheduler):
@@ -229,15 +235,17 @@ class _MemoryRequests(Scheduler):
                 output.prompt_logprobs_dict[request_id], asked.held_logprobs = asked.held_logprobs, None
 
     def _deliver(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Attach decisions to the requests' first outputs, and to their last: not every client sees the first."""
+        """Attach decisions to all outputs of their requests.
+
+        The API process merges those that have not been read and keeps the fields of the last, which may be any: a stop
+        string ends an answer there.
+        """
         for client in outputs.values():
             for output in client.outputs:
                 asked = self.asked.get(output.request_id)
-                if asked is None or asked.decision is None or (asked.is_delivered and not output.finished):
+                if asked is None or asked.decision is None:
                     continue
-                delivered = {"inducekv": asked.decision.to_json()}
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **delivered}
-                asked.is_delivered = True
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": asked.packed}
                 if output.finished:
                     del self.asked[output.request_id]
 

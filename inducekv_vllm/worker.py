@@ -1,7 +1,7 @@
 """The worker of the served platform. `--worker-cls inducekv_vllm.worker.InduceKVWorker` selects it.
 
-Only `device.py`, which moves tensors, and `cpu_lora.py` ask for the platform again. `plugin.py` registers the attention
-backends of all.
+Only `device.py`, which moves tensors, `requirements.py` and `cpu_lora.py` ask for the platform again. `plugin.py`
+registers the attention backends of all.
 """
 
 from __future__ import annotations

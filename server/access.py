@@ -160,5 +160,5 @@ class TurnMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await scope["app"].state.inducekv_registry.see_changes()
+            await scope["app"].state.inducekv_registry.following.see_changes()
         await self._app(scope, receive, send)

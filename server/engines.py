@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from typing import Final
 
 from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.errors import BundleError, CapacityError, UnsupportedModel
+from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import poll_delays
 from inducekv_vllm.vllm_seams.logs import logger_of
@@ -17,6 +19,7 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 from .names import task_adapters
 
 logger = logger_of(__name__)
+ERASE_S: Final = 5.0  # so long changes wait for the memory of a bundle to be overwritten
 
 
 async def load(client: EngineClient, memory: ServedBundle) -> int:
@@ -27,21 +30,15 @@ async def load(client: EngineClient, memory: ServedBundle) -> int:
     Raises:
         CapacityError: it does not fit.
         BundleError: a worker cannot load it otherwise.
-        UnsupportedModel: an adapter of one of its tasks cannot be loaded.
+        UnsupportedModel: this engine cannot serve it, or an adapter of one of its tasks cannot be loaded.
     """
-    delays = poll_delays()
-    await client.collective_rpc("inducekv_load_bundle", args=(memory.path, memory.digest))
-    while None in (answers := await client.collective_rpc("inducekv_load_outcome", args=(memory.digest,))):
-        await asyncio.sleep(next(delays))
-    if refusals := [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if not answer["ok"]]:
-        kind = CapacityError if any(answer.get("is_full") for answer in answers) else BundleError
-        raise kind(f"the engine cannot load {memory.path}: {'; '.join(refusals)}")
+    resident_bytes = await load_async(client.collective_rpc, memory.path, memory.digest)
     for task, adapter in task_adapters(memory).items():
         try:
             await client.add_lora(adapter)
         except Exception as error:
             raise UnsupportedModel(f"cannot load the adapter of task {task!r}: {error}") from error
-    return int(answers[0]["resident_bytes"])
+    return resident_bytes
 
 
 async def unload(client: EngineClient, memory: ServedBundle, but: Iterable[LoRARequest] = ()) -> None:
@@ -53,9 +50,21 @@ async def unload(client: EngineClient, memory: ServedBundle, but: Iterable[LoRAR
     await client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
 
 
-async def wait_until_erased(client: EngineClient, digest: str, seconds: float) -> bool:
-    """Whether every rank has overwritten the memory of an unloaded bundle, within so many seconds."""
-    deadline, delays = time.monotonic() + seconds, poll_delays()
+async def release(client: EngineClient, memory: ServedBundle, but: Iterable[LoRARequest]) -> bool | None:
+    """`unload`, of a bundle that nothing uses; whether its memory is overwritten, None if the engine is gone."""
+    try:
+        await unload(client, memory, but)
+        is_erased = await _is_erased_in_time(client, memory.digest)
+    except Exception as error:  # the bundle is gone with the engine
+        logger.warning("could not release the memory of digest %s: %r", memory.digest, error)
+        return None
+    logger.info("memory of digest %s released: no name and no request uses it", memory.digest)
+    return is_erased
+
+
+async def _is_erased_in_time(client: EngineClient, digest: str) -> bool:
+    """Whether every rank has overwritten the memory of an unloaded bundle, within `ERASE_S`."""
+    deadline, delays = time.monotonic() + ERASE_S, poll_delays()
     while not all(await client.collective_rpc("inducekv_is_erased", args=(digest,))):
         if time.monotonic() > deadline:
             logger.warning("the memory of digest %s is not erased yet: the engine still reads it", digest)

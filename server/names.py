@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,10 @@ from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from inducekv_vllm.frontend.memory_engine import Lease, MemoryRequest
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from inducekv_vllm.workers.cpu_lora import groups_adapters
+from inducekv_vllm.vllm_seams.requirements import groups_adapters
 
 from .metrics import RegistryMetrics
-from .schemas import NAME_PATTERN, MemoryBundleCard, MemoryVersion
+from .schemas import NAME_PATTERN
 from .state import Snapshot, VersionRecord
 
 try:
@@ -100,10 +99,13 @@ class Version:
 class Names:
     """See the module docstring. It belongs to the event loop of its API process."""
 
-    def __init__(self, models: OpenAIServingModels, metrics: RegistryMetrics, on_idle: Callable[[str], None]) -> None:
-        """`on_idle` is called with the digest of a version whose last request here has ended."""
+    def __init__(
+        self, models: OpenAIServingModels, metrics: RegistryMetrics, left: Callable[[ServedBundle], None]
+    ) -> None:
+        """`left` is called, once, with a version that drains and that no request of this process uses."""
         models.lora_requests = ServedNames(models.lora_requests)
-        self._models, self._metrics, self._on_idle = models, metrics, on_idle
+        self._models, self._metrics, self._left = models, metrics, left
+        self._draining: frozenset[str] = frozenset()  # what this process has not left
         self.records: dict[str, tuple[VersionRecord, ...]] = {}  # of each name, the version served first
         self.versions: dict[str, Version] = {}  # by digest
 
@@ -121,6 +123,15 @@ class Names:
             if not self.versions[digest].active:
                 del self.versions[digest]
         self._metrics.holds(self.versions.values())
+        self._draining = snapshot.draining
+        for digest in snapshot.draining:
+            self._leave_if_idle(digest)
+
+    def _leave_if_idle(self, digest: str) -> None:
+        version = self.versions.get(digest)
+        if digest in self._draining and version is not None and not version.active:
+            self._draining -= {digest}
+            self._left(version.memory)
 
     def _point(self, name: str, digest: str) -> None:
         version = self.versions[digest]
@@ -172,7 +183,7 @@ class Names:
         finally:
             version.active -= 1
             if not version.active:
-                self._on_idle(memory.digest)
+                self._leave_if_idle(memory.digest)
 
     def adapter(self, name: str, adapter: str) -> LoRARequest:
         """The LoRA adapter that the bundle `name` needs. Raises UnsupportedModel: it is not loaded."""
@@ -243,29 +254,27 @@ class Names:
         """The names of bundles that need this LoRA adapter."""
         return sorted(name for name in self.records if self.of(name).memory.adapter == adapter)
 
-    def card(self, name: str, is_admin: bool) -> MemoryBundleCard:
-        """What is shown of a name."""
-        version, records = self.of(name), self.records[name]
-        memory = version.memory
-        details: dict[str, Any] = {
-            field: getattr(memory.metadata, field)
-            for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
-        }
-        return MemoryBundleCard(
-            name=name,
-            path=records[0].source if is_admin else None,
-            entries=memory.num_entries,
-            facts=len(memory.metadata.facts),
-            expired_entries=memory.num_entries - len(memory.alive()),
-            task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
-            tasks=dict(Counter(entry.task for entry in memory.entries)),
-            gate_tasks=list(memory.metadata.gate_tasks) or None,
-            file_bytes=memory.file_bytes,
-            resident_bytes=version.resident_bytes,
-            active_requests=version.active,
-            versions=[_shown(record, is_admin) for record in records],
-            **details,
-        )
+    def earlier(self, name: str, digest: str | None) -> list[VersionRecord]:
+        """The versions that are kept of a name behind the served one, the newest first: all, or that of `digest`.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded.
+            ConfigError: it keeps no version of `digest`.
+        """
+        self.of(name)
+        _, *earlier = self.records[name]
+        found = [each for each in earlier if digest in (None, each.digest)]
+        if digest is not None and not found:
+            kept = ", ".join(each.digest for each in earlier) or "none"
+            raise ConfigError(
+                f"memory bundle {name!r} has no earlier version of digest {digest:.100}; kept are: {kept}"
+            )
+        return found
+
+    @property
+    def task_adapters(self) -> list[LoRARequest]:
+        """Of all tasks of all versions that are resident."""
+        return [adapter for version in self.versions.values() for adapter in version.task_adapters.values()]
 
 
 def task_adapters(memory: ServedBundle) -> dict[str, LoRARequest]:
@@ -286,13 +295,3 @@ def adapter_folder(memory: ServedBundle, record: AdapterRecord) -> Path:
 def _number(text: str) -> int:
     """Of an adapter, the same in every API process, and far from those that vLLM counts."""
     return (1 << 30) + int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
-
-
-def _shown(record: VersionRecord, is_admin: bool) -> MemoryVersion:
-    return MemoryVersion(
-        digest=record.digest,
-        parent_digest=record.parent_digest,
-        loaded_at=record.loaded_at,
-        by=record.by if is_admin else None,
-        source=record.source if is_admin else None,
-    )

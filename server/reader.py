@@ -83,10 +83,11 @@ class BundleReader:
         async with self._file_of(record) as path:
             yield await self._in_thread(self._read_version, path, record)
 
+    @contextlib.asynccontextmanager
     async def changed(
         self, record: VersionRecord | None, change: Callable[[Bundle | None, FactReader], Bundle]
-    ) -> Changed:
-        """The next version of one that is served, or the first of a name. Remove its file once it is resident.
+    ) -> AsyncIterator[Changed]:
+        """The next version of one that is served, or the first of a name. Its file is gone after the context.
 
         Raises:
             InduceKVError: what `change` raises; or the version before cannot be read, or not be served if changed.
@@ -95,7 +96,11 @@ class BundleReader:
             raise ConfigError("this server serves signed bundles alone, and what is taught over HTTP is not signed")
         async with contextlib.AsyncExitStack() as stack:
             path = None if record is None else await stack.enter_async_context(self._file_of(record))
-            return await self._in_thread(self._change, path, record, change)
+            changed = await self._in_thread(self._change, path, record, change)
+        try:
+            yield changed
+        finally:
+            Path(changed.checked.memory.path).unlink(missing_ok=True)
 
     def _change(
         self, path: str | None, record: VersionRecord | None, change: Callable[[Bundle | None, FactReader], Bundle]

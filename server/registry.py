@@ -21,17 +21,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm import __version__
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
-from inducekv_vllm.errors import BundleError, ConfigError, InduceKVError, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import BundleError, ConfigError, VersionConflict
 from inducekv_vllm.frontend.memory_engine import Lease
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.frontend.stopping import EngineStop
@@ -40,28 +38,20 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 
 from . import engines
 from .access import Access
+from .cards import card, detail, listing
 from .changes import Change, Changes, Transaction
+from .following import POLL_S, Following
 from .journal import Journal
 from .metrics import RegistryMetrics
-from .names import Names, task_adapters
+from .names import Names
 from .reader import BundleReader, Checked
-from .schemas import (
-    BundleState,
-    DrainingMemory,
-    ForgottenVersions,
-    MemoryBundleCard,
-    MemoryBundleDetail,
-    MemoryBundleList,
-    MemoryFailure,
-)
+from .schemas import ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
 from .state import ServerState, VersionRecord
 
 logger = logger_of(__name__)
 
 START: Final = "start"  # who loads the bundles of the command line
 TAUGHT: Final = "taught over HTTP"  # in place of a path
-ERASE_S: Final = 5.0  # so long changes wait for the memory of a version to be overwritten
-POLL_S: Final = 0.2  # how often a process looks for changes without being asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +82,12 @@ class BundleRegistry:
         self.journal = Journal(state, self._config)
         self._reader = BundleReader(client, backbone, state, self._config)
         self._processes = range(processes)
-        self._metrics = RegistryMetrics(is_first=state.process == 0)
-        self._names = Names(models, self._metrics, self._on_idle)
+        metrics = RegistryMetrics(is_first=state.process == 0)
+        self._names = Names(models, metrics, self._left)
+        self.following = Following(state, self._names)
         stop = stop or EngineStop(client)
-        self._changes = Changes(state, self.journal, self._config, stop, self.follow, self._metrics.change)
-        self._seen = -1  # the state's change number that the names follow
-        self._following = asyncio.Lock()
-        self._draining: frozenset[str] = frozenset()  # what this process has not left
-        self._behind: str | None = None  # why this process cannot follow the state
+        self._changes = Changes(state, self.journal, self._config, stop, self.following.follow, metrics.change)
         self.background: set[asyncio.Task[Any]] = set()
-        self.following: asyncio.Task[None] | None = None
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
@@ -131,8 +117,7 @@ class BundleRegistry:
             await asyncio.to_thread(self._state.begun, run)
         while not await asyncio.to_thread(self._state.has_begun, run):
             await asyncio.sleep(POLL_S)
-        await self.follow()
-        self.following = asyncio.get_running_loop().create_task(self._keep_following())
+        await self.following.begin()
 
     async def _restore(self) -> None:
         for name in await asyncio.to_thread(lambda: self._state.names):
@@ -151,38 +136,6 @@ class BundleRegistry:
         except BundleError:
             if await self._reader.is_whole(record):
                 raise  # it is refused for what it is
-
-    async def _keep_following(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self.see_changes()
-
-    async def see_changes(self) -> None:
-        """`follow`, before a request begins. If that fails, nobody knows what is current, and no bundle is served."""
-        try:
-            await self.follow()
-        except InduceKVError as error:
-            if self._behind is None:
-                logger.error("no bundle is served until the state can be read: %s", error)
-            self._behind = str(error)
-        else:
-            self._behind = None
-
-    async def follow(self) -> None:
-        """Serve what the state has now, or has later. Raises ConfigError: it cannot be read.
-
-        Once is enough, whatever changes meanwhile: with traces and audited answers that may be at every moment.
-        """
-        if self._state.change_number() == self._seen:
-            return
-        async with self._following:
-            if (number := self._state.change_number()) == self._seen:
-                return
-            snapshot = await asyncio.to_thread(self._state.snapshot)
-            self._names.follow(snapshot)
-            self._seen, self._draining = number, snapshot.draining
-            for digest in snapshot.draining:
-                self._on_idle(digest)
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
@@ -223,9 +176,7 @@ class BundleRegistry:
             else:
                 source = await asyncio.to_thread(access.inside, path, f"bundle {name!r}")
             checked = await self._reader.read(name, source, access)
-            memory = checked.memory
-            record = VersionRecord(name, memory.digest, memory.metadata.parent_digest, datetime.now(UTC), who, source)
-            return await self._serve(made, Change.LOAD, record, checked)
+            return await self._serve(made, Change.LOAD, _record(name, checked.memory, who, source), checked)
 
     async def rollback(
         self, name: str, *, digest: str | None = None, expected_digest: str | None = None, who: str = START
@@ -241,14 +192,9 @@ class BundleRegistry:
             VersionConflict, UnsupportedModel, CapacityError, TooManyChanges, RetryableRequestError: as for `load`.
         """
         async with self._changing(Change.ROLLBACK, name, who, expected_digest) as made:
-            self._names.of(name)
-            _, *earlier = self._names.records[name]
-            wanted = earlier[:1] if digest is None else [each for each in earlier if each.digest == digest]
-            if not wanted:
-                kept = ", ".join(each.digest for each in earlier) or "none"
-                found = "no earlier version" if digest is None else f"no earlier version of digest {digest:.100}"
-                raise ConfigError(f"memory bundle {name!r} has {found}; kept are: {kept}")
-            record = dataclasses.replace(wanted[0], loaded_at=datetime.now(UTC), by=who)
+            if not (earlier := self._names.earlier(name, digest)):
+                raise ConfigError(f"memory bundle {name!r} has no earlier version; kept are: none")
+            record = dataclasses.replace(earlier[0], loaded_at=datetime.now(UTC), by=who)
             return await self._serve_kept(made, Change.ROLLBACK, record)
 
     async def forget(
@@ -263,13 +209,9 @@ class BundleRegistry:
         """
         async with self._changing(Change.FORGET, name, who, expected_digest) as made:
             served = self._names.of(name).memory.digest
-            _, *earlier = self._names.records[name]
             if digest == served:
                 raise ConfigError(f"memory bundle {name!r} stands for the version {digest}: load another one first")
-            gone = [each.digest for each in earlier if digest in (None, each.digest)]
-            if digest is not None and not gone:
-                kept = ", ".join(each.digest for each in earlier) or "none"
-                raise ConfigError(f"memory bundle {name!r} keeps no version {digest:.100}; kept are: {kept}")
+            gone = [each.digest for each in self._names.earlier(name, digest)]
             in_use = await made.record(self._state.forget, name, gone, who)
             logger.info("memory bundle %r: versions %s forgotten by %s", name, ", ".join(gone) or "none", who)
             return ForgottenVersions(name=name, digest=served, forgotten=gone, in_use=in_use)
@@ -294,15 +236,10 @@ class BundleRegistry:
         async with self._changing(change, name, who, expected_digest) as made:
             self._check_name(name, replace=True)
             served = self._names.records[name][0] if name in self._names else None
-            changed = await self._reader.changed(served, make)
-            memory = changed.checked.memory
-            try:
-                parent = memory.metadata.parent_digest
-                record = VersionRecord(name, memory.digest, parent, datetime.now(UTC), who, TAUGHT)
-                card = await self._serve(made, change, record, changed.checked)
-            finally:
-                Path(memory.path).unlink(missing_ok=True)
-            return ChangedFacts(card, changed.before, changed.after)
+            async with self._reader.changed(served, make) as changed:
+                record = _record(name, changed.checked.memory, who, TAUGHT)
+                shown = await self._serve(made, change, record, changed.checked)
+            return ChangedFacts(shown, changed.before, changed.after)
 
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
@@ -354,7 +291,7 @@ class BundleRegistry:
             )
         except BaseException as error:
             if version is None:
-                unloading = self.in_background(engines.unload(self._client, memory, self._adapters()))
+                unloading = self.in_background(engines.unload(self._client, memory, self._names.task_adapters))
                 if not isinstance(error, asyncio.CancelledError):  # out of time
                     await unloading
             raise
@@ -374,7 +311,7 @@ class BundleRegistry:
             logger.warning(
                 "memory bundle %r: %d of %d entries have expired and are not used", name, num_expired, entries
             )
-        return self._names.card(name, is_admin=True)
+        return card(self._names, name, is_admin=True)
 
     @contextlib.asynccontextmanager
     async def _changing(
@@ -399,37 +336,24 @@ class BundleRegistry:
         Raises:
             RetryableRequestError: the state cannot be read.
         """
-        if self._behind is not None:
-            raise RetryableRequestError(self._behind)
+        self.following.check()
         return self._names.lease(model)
 
-    def _on_idle(self, digest: str) -> None:
-        """No request of this process uses a version, perhaps."""
-        version = self._names.versions.get(digest)
-        if digest in self._draining and version is not None and not version.active:
-            self._draining -= {digest}
-            self.in_background(self._leave(digest, version.memory))
+    def _left(self, memory: ServedBundle) -> None:
+        self.in_background(self._leave(memory))
 
-    async def _leave(self, digest: str, memory: ServedBundle) -> None:
+    async def _leave(self, memory: ServedBundle) -> None:
         """This process does not use a version any more. The last one unloads it."""
+        digest = memory.digest
         if not await asyncio.to_thread(self._state.leave, digest):
             return
         async with self._changes.alone():  # it may be loaded again meanwhile
             if not await asyncio.to_thread(self._state.release, digest):
                 return
-            await self.follow()
-            try:
-                await engines.unload(self._client, memory, self._adapters())
-                is_erased = await engines.wait_until_erased(self._client, digest, ERASE_S)
-            except Exception as error:  # the engine is gone, and the bundle with it
-                logger.warning("could not release the memory of digest %s: %r", digest, error)
-            else:
-                logger.info("memory of digest %s released: no name and no request uses it", digest)
+            await self.following.follow()
+            is_erased = await engines.release(self._client, memory, self._names.task_adapters)
+            if is_erased is not None:
                 await self.journal.note("release", digest=digest, erased=is_erased)
-
-    def _adapters(self) -> list[Any]:
-        """Of all tasks of all versions that are resident."""
-        return [each for version in self._names.versions.values() for each in task_adapters(version.memory).values()]
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -448,11 +372,7 @@ class BundleRegistry:
 
     def shown(self, *, is_admin: bool = False) -> MemoryBundleList:
         """What is loaded; requests are those of this API process."""
-        draining = [version for version in self._names.versions.values() if not version.names]
-        return MemoryBundleList(
-            data=[self._names.card(name, is_admin) for name in self._names.records],
-            draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
-        )
+        return listing(self._names, is_admin)
 
     def metadata(self, name: str) -> BundleMetadata:
         """Of the version that a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
@@ -464,27 +384,9 @@ class BundleRegistry:
         Raises:
             UnknownBundle: no bundle of this name is loaded, on its way or draining, and none has failed lately.
         """
-        attempt = await asyncio.to_thread(self._state.attempt_of, name)
-        left = self._names.versions.get(attempt.left_digest or "")
-        state: BundleState
-        if name in self._names:
-            state = "ready"
-        elif attempt.loading:
-            state = "loading"
-        elif attempt.reason is not None:
-            state = "failed"
-        elif left is not None and not left.names:
-            state = "draining"
-        else:
-            raise UnknownBundle(f"no memory bundle {name!r:.200} is loaded")
-        failure = None
-        if attempt.change is not None and attempt.at is not None:
-            reason = attempt.reason if is_admin else None
-            failure = MemoryFailure(change=Change(attempt.change), reason=reason, at=attempt.at)
-        return MemoryBundleDetail(
-            name=name,
-            state=state,
-            loading=attempt.loading,
-            failure=failure,
-            bundle=self._names.card(name, is_admin) if name in self._names else None,
-        )
+        return detail(self._names, name, await asyncio.to_thread(self._state.attempt_of, name), is_admin)
+
+
+def _record(name: str, memory: ServedBundle, who: str, source: str) -> VersionRecord:
+    """Of a version that a name is about to stand for."""
+    return VersionRecord(name, memory.digest, memory.metadata.parent_digest, datetime.now(UTC), who, source)

@@ -1,8 +1,8 @@
 """The engine client with memory: vLLM's own `generate`, with what the workers need to decide on a request.
 
 `MemoryEngine.generate` replaces the engine client's `generate`, so every route of vLLM's server goes through it. A
-request for a memory carries a `MemoryRequest`; every other request goes straight to the original. The request's first
-output brings the decision (`scheduler.py`): metrics, spans, traces and the audit chain read it.
+request for a memory carries a `MemoryRequest`; every other request goes straight to the original. Its outputs bring the
+decision (`scheduler.py`), the first that is read too: metrics, spans, traces and the audit chain read it.
 """
 
 from __future__ import annotations
@@ -145,10 +145,13 @@ class MemoryEngine:
                 prompt, with_spec(params, spec), request_id, lora_request=lease.adapter, **options
             )
             decision = decision_without_worker(spec)
+            packed: str | None = None
             is_noted = False
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    decision = pop_decision(output) or decision
+                    brought = _packed_in(output)
+                    if brought is not None and brought != packed:
+                        packed, decision = brought, Decision.unpack(brought)
                     if decision is not None and decision.error is not None:
                         raise GenerationError(decision.error)
                     if not is_noted and decision is not None:
@@ -238,7 +241,12 @@ class MemoryEngine:
 
 def pop_decision(output: RequestOutput) -> Decision | None:
     """The decision that an output brings, if it brings one. It is taken out of vLLM's field."""
-    params = dict(output.kv_transfer_params or {})
-    raw = params.pop("inducekv", None)
-    output.kv_transfer_params = params or None
-    return None if raw is None else Decision.parse(raw)
+    packed = _packed_in(output)
+    return None if packed is None else Decision.unpack(packed)
+
+
+def _packed_in(output: RequestOutput) -> str | None:
+    told = dict(output.kv_transfer_params or {})
+    packed: str | None = told.pop("inducekv", None)
+    output.kv_transfer_params = told or None
+    return packed

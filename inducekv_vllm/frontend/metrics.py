@@ -78,10 +78,11 @@ GATE_MARGIN = Histogram(
     buckets=MARGINS,
 )
 FACTS = Counter("inducekv:fact_requests", "Requests that a fact of the bundle was found for.", ["bundle"])
-OF_A_BUNDLE: Final[tuple[Counter | Gauge | Histogram, ...]] = (
-    *(REQUESTS, DECISIONS, FAILURES, ACTIVE, FACTS),
+BY_BUNDLE_ALONE: Final[tuple[Counter | Gauge | Histogram, ...]] = (
+    *(FAILURES, ACTIVE, FACTS),
     *(DECISION_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SECONDS, SIMILARITY, GATE_MARGIN),
 )
+OF_A_BUNDLE: Final = (REQUESTS, DECISIONS, *BY_BUNDLE_ALONE)
 
 
 def several_processes() -> bool:
@@ -110,7 +111,7 @@ class BundleMetrics:
             REQUESTS.labels(self.bundle, *verdict)
         for source in SOURCES:
             DECISIONS.labels(self.bundle, source)
-        for metric in OF_A_BUNDLE[2:]:
+        for metric in BY_BUNDLE_ALONE:
             metric.labels(self.bundle)
 
     def end(self) -> None:

@@ -16,7 +16,6 @@ Shapes: N prompts, k entries retrieved.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -32,11 +31,11 @@ from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
-from ..errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
-from ..pace import poll_delays
+from ..errors import ConfigError, UnknownBundle, UnsupportedModel
 from ..protocol import DecideSpec, Decision, InjectionSpec, decision_without_worker
 from ..teaching import WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
+from .loading import load
 from .memory_engine import pop_decision
 from .options import prompt_token_ids, read_options, require_rendered, with_spec
 from .pictures import picture_params, state_in
@@ -82,9 +81,9 @@ class MemoryLLM:
         """Check a bundle and make it resident on every rank.
 
         Raises:
-            BundleError: the file is not a valid bundle, or was made for another backbone.
-            UnsupportedModel: it sends tasks to LoRA adapters, which only the server does.
-            CapacityError: a worker cannot load it.
+            BundleError: the file is not a valid bundle, was made for another backbone, or a worker cannot load it.
+            UnsupportedModel: this engine cannot serve it; tasks with LoRA adapters only the server can.
+            CapacityError: there is no room for it.
         """
         absolute = os.path.abspath(path)
         bundle = read_bundle(absolute, backbone=self._backbone, name=str(path))
@@ -92,14 +91,7 @@ class MemoryLLM:
             require_signature(bundle.signature, bundle.digest, self._signers, str(path))
         if bundle.metadata.task_adapters:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
-        self.llm.collective_rpc("inducekv_load_bundle", args=(absolute, bundle.digest))
-        answers: list[Any]
-        delays = poll_delays()
-        while None in (answers := self.llm.collective_rpc("inducekv_load_outcome", args=(bundle.digest,))):
-            time.sleep(next(delays))
-        if refusals := [answer["error"] for answer in answers if not answer["ok"]]:
-            self.llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest,))
-            raise CapacityError(f"the engine cannot load {path}: {refusals[0]}")
+        load(self.llm.collective_rpc, absolute, bundle.digest)
         if bundle.digest not in self._loaded:
             self._loaded[bundle.digest] = ServedBundle.from_bundle(bundle, absolute)
         return self._loaded[bundle.digest]

@@ -184,3 +184,12 @@ def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours
         for refused, reason in refusals:
             if refused:
                 raise UnsupportedModel(f"merged memory cannot be served: layer {name} has {reason}")
+
+
+def groups_adapters(config: VllmConfig) -> bool:
+    """Whether adapters and requests without one can share a batch of this engine: see `workers/cpu_lora.py`."""
+    from vllm.platforms import current_platform
+
+    if config.lora_config is None:
+        return False
+    return config.model_config.enforce_eager or not current_platform.is_cpu()

@@ -8,14 +8,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
-from ..vllm_seams.requirements import check_cpu_weights
+from ..vllm_seams.requirements import check_cpu_weights, groups_adapters
 from . import cpu_lora
 from .memory_worker import MemoryWorker
 
 
 class InduceKVCPUWorker(MemoryWorker, CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if cpu_lora.groups_adapters(self.vllm_config):
+        if groups_adapters(self.vllm_config):
             cpu_lora.install()
         super().load_model(*args, **kwargs)
         check_cpu_weights(self.get_model())

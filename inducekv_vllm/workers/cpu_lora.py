@@ -12,18 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
 NO_ADAPTER = -1
-
-
-def groups_adapters(config: VllmConfig) -> bool:
-    """Whether adapters and requests without one can share a batch of this engine."""
-    if config.lora_config is None:
-        return False
-    return config.model_config.enforce_eager or not current_platform.is_cpu()
 
 
 def install() -> None:

@@ -33,7 +33,7 @@ from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle import BackboneFingerprint, read_bundle
-from ..errors import CapacityError, InduceKVError
+from ..errors import InduceKVError
 from ..vllm_seams.config import InduceKVConfig
 from ..vllm_seams.device import Device, device_of
 from ..vllm_seams.logs import logger_of
@@ -44,7 +44,7 @@ from .cached_values import CachedValues
 from .decisions import Deciding, Decisions
 from .gate_log import GateLog
 from .prompts import PromptReader
-from .refusals import check_bundle
+from .refusals import check_bundle, kind_of
 from .requests import WorkerRequests
 from .resident import ResidentBundles
 
@@ -220,8 +220,7 @@ class MemoryWorker(Worker):
         if isinstance(outcome, BaseException):
             if not isinstance(outcome, InduceKVError | OSError | MemoryError):
                 logger.error("memory bundle %.12s: unexpected error", digest, exc_info=outcome)
-            is_full = isinstance(outcome, CapacityError | MemoryError)
-            return {"ok": False, "error": str(outcome) or repr(outcome), "is_full": is_full}
+            return {"ok": False, "error": str(outcome) or repr(outcome), "kind": kind_of(outcome)}
         if outcome is None:
             return None
         return {"ok": True, "resident_bytes": outcome.nbytes}

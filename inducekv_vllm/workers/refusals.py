@@ -1,4 +1,4 @@
-"""What a worker refuses to load."""
+"""What a worker refuses to load, and as which error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..attention.memory_attention import MemoryAttention, dtype_of
 from ..bundle import Bundle, check_magnitudes
-from ..errors import BundleError, CapacityError, UnsupportedModel
+from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
 from ..facts.pictures import LAYER
 from ..vllm_seams.requirements import check_maps
 from .cached_values import CachedValues
@@ -54,3 +54,10 @@ def check_most_entries(bundle: Bundle, most: int) -> None:
             f"a request may read {read} entries of the bundle, and {most} fit a slot; start the server with a larger "
             "memory_request_entries"
         )
+
+
+def kind_of(error: BaseException) -> str:
+    """The class, by its name in `errors`, that the API process raises for what ended a load."""
+    if isinstance(error, MemoryError):
+        return CapacityError.__name__
+    return type(error).__name__ if isinstance(error, InduceKVError) else BundleError.__name__

@@ -14,9 +14,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import UnknownBundle
+from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.memory_engine import Lease, MemoryEngine, MemoryRequest
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from inducekv_vllm.pace import poll_delays
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from tests.engine.parity import FEWER_PROCESSES, World, prompts
 
@@ -110,11 +110,7 @@ async def serve_world(world: World) -> AsyncIterator[Served]:
     try:
         path = str(world.paths["first"])
         memory = ServedBundle.from_bundle(read_bundle(path), path)
-        await llm.collective_rpc("inducekv_load_bundle", args=(path, memory.digest))
-        delays = poll_delays()
-        while (loaded := (await llm.collective_rpc("inducekv_load_outcome", args=(memory.digest,)))[0]) is None:
-            await asyncio.sleep(next(delays))
-        assert loaded["ok"], loaded
+        await load_async(llm.collective_rpc, path, memory.digest)
         yield Served(llm, Memories(m=memory))
     finally:
         llm.shutdown()

@@ -11,7 +11,7 @@ import pytest
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
-from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.errors import BundleError
 from inducekv_vllm.frontend.offline import MemoryAnswer
 from server.demo import CHECKPOINT
 from tests.bundles import as_decoupled
@@ -88,7 +88,7 @@ def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
 def test_maps_of_another_width_are_refused(served: MemoryEngine, tmp_path: Path) -> None:
     bundle = as_decoupled(served.world.merged["prior"], "prompt", map_rank=3, heads_per_kv_head=4)
     write_bundle(bundle, tmp_path / "wide.safetensors")
-    with pytest.raises(CapacityError, match="its maps have width 256, the 2 query heads of a KV head here have 128"):
+    with pytest.raises(BundleError, match="its maps have width 256, the 2 query heads of a KV head here have 128"):
         served.offline.load_bundle(tmp_path / "wide.safetensors")
 
 

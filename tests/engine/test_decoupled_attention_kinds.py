@@ -30,7 +30,7 @@ from vllm.inputs import TokensPrompt
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.bundle import Bundle, EntryRecord, write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation, first_active_position
-from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.frontend.offline import MemoryLLM
 from inducekv_vllm.gate import last_averaged
 from selector.backbone.injection import TensorMemory, attend_decoupled, mapped
@@ -158,7 +158,7 @@ def test_parity_and_merged_memory_is_refused(config: Any, tmp_path: Path) -> Non
         merged: dict[str, Any] = {"form": "merged", "activations": {}, "weighting": "prior"}
         merged |= {"value_gates": torch.ones(L), "map_in": None, "map_out": None}
         write_bundle(remade(case.bundles["prompt"], **merged), tmp_path / "merged.safetensors")
-        with pytest.raises(CapacityError, match="merged memory needs full attention in every layer"):
+        with pytest.raises(UnsupportedModel, match="merged memory needs full attention in every layer"):
             offline.load_bundle(tmp_path / "merged.safetensors")
         check_gates(case, offline, tmp_path / "gated.safetensors")
 
@@ -169,7 +169,7 @@ def check_gates(case: Case, offline: MemoryLLM, path: Path) -> None:
     backbone, prompts = bundle.metadata.backbone, [TokensPrompt(prompt_token_ids=p) for p in PROMPTS]
     gated: dict[str, Any] = {"form": "decoupled", "activations": {"t": "prompt"}}
     write_bundle(remade(bundle, **gated, gate=decided_gate("t", backbone, ("t",))), path)
-    with pytest.raises(CapacityError, match=r"layer 0 cannot be served: its KV cache \(SlidingWindowSpec\)"):
+    with pytest.raises(UnsupportedModel, match=r"layer 0 cannot be served: its KV cache \(SlidingWindowSpec\)"):
         offline.load_bundle(path)
     gate = random_gate(backbone, ("t",), layers=(1,))
     write_bundle(remade(bundle, **gated, gate=gate), path)

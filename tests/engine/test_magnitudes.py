@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from inducekv_vllm.bundle import Bundle, MagnitudeLimits, check_magnitudes, magnitude_limits, write_bundle
-from inducekv_vllm.errors import BundleError, CapacityError
+from inducekv_vllm.errors import BundleError
 from inducekv_vllm.workers import refusals
 from server.demo import CHECKPOINT
 from tests.bundles import as_decoupled, random_bundle, random_maps, remade
@@ -120,7 +120,7 @@ def test_what_the_served_dtype_cannot_carry_is_refused_when_it_is_loaded(served:
     gates = torch.full((decoupled.num_layers,), 3e38)
     write_bundle(remade(decoupled, value_gates=gates, **kept), tmp_path / "huge.safetensors")
     limit = f"{magnitude_limits(dtype_of(served)).value_gates:.4g}"
-    with pytest.raises(CapacityError) as refusal:
+    with pytest.raises(BundleError) as refusal:
         served.offline.load_bundle(tmp_path / "huge.safetensors")
     served_in = f"a model that is served in {dtype_of(served)} takes at most {limit}"
     assert str(refusal.value).endswith(f"value_gates reaches 3e+38 in layer 0, and {served_in}")

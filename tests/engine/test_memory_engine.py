@@ -175,6 +175,57 @@ async def test_the_first_output_of_a_stream_tells_the_decision(served: Served) -
     assert noted == ["streamed"]
 
 
+async def test_a_reader_that_is_late_hears_the_decision_with_its_first_text(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has not been read yet is merged by vLLM, which keeps the fields of the last output."""
+    noted: list[str] = []
+
+    async def record(request_id: str, *_: Any) -> None:
+        noted.append(request_id)
+
+    begin = served.llm.add_request
+
+    async def begin_and_wait(*args: Any, **kwargs: Any) -> Any:
+        queue = await begin(*args, **kwargs)
+        while queue.output is None or len(queue.output.outputs[0].token_ids) < 2:
+            await asyncio.sleep(0)
+        return queue
+
+    monkeypatch.setattr(served.llm, "add_request", begin_and_wait)
+    engine = MemoryEngine(served.llm, served.memories, AUDITED, journal=Journal(record_answer=record))
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    stream = engine.generate(await served.render(seed=83), params, "late", lora_request=handle())
+    first = await anext(stream)
+    assert 2 <= len(first.outputs[0].token_ids) < 100
+    assert (noted, first.kv_transfer_params) == (["late"], None)
+    await stream.aclose()
+
+
+async def test_an_answer_that_a_stop_string_ends_has_its_decision(served: Served) -> None:
+    """The API process finds the string, in the middle of what the engine goes on with."""
+    noted: list[str] = []
+
+    async def record(request_id: str, *_: Any) -> None:
+        noted.append(request_id)
+
+    text = (await served.answer(await served.render(seed=83))).outputs[0].text
+    engine = MemoryEngine(served.llm, served.memories, AUDITED, journal=Journal(record_answer=record))
+    params = SamplingParams(
+        min_tokens=2,
+        max_tokens=100,
+        temperature=0,
+        stop=sorted(set(text)),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"inducekv_trace": 1},
+    )
+    answer = await last(engine.generate(await served.render(seed=83), params, "stopped", lora_request=handle()))
+    assert answer.outputs[0].finish_reason == "stop"
+    assert 1 < len(answer.outputs[0].token_ids) < 100
+    assert noted == ["stopped"]
+    assert answer.kv_transfer_params["inducekv"]["timings"]["decision_source"] in ("computed", "cached")
+
+
 async def test_prompt_logprobs_are_refused_where_they_would_be_the_untouched_models(served: Served) -> None:
     params = SamplingParams(max_tokens=2, prompt_logprobs=1)
     with pytest.raises(VLLMValidationError, match="log-probabilities of the prompt cannot be had from a memory"):

@@ -93,7 +93,7 @@ def test_specs_survive_the_journey() -> None:
         Decision(TaskAdapter("lora", 3, "/adapters/style"), task="a", facts=found),
         Decision(Failed("not finite")),
     ):
-        assert Decision.parse(json.loads(json.dumps(decision.to_json()))) == decision
+        assert Decision.unpack(decision.pack()) == decision
     assert parse_spec(None) is parse_spec({}) is parse_spec({"other": 1}) is None
     with pytest.raises(ValueError, match=r"neither of the two specs: \{'bundle': 'x'\}"):
         parse_spec({"inducekv": {"bundle": "x"}})

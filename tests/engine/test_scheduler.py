@@ -60,7 +60,7 @@ class Engine:
         self.steps: list[dict[str, int]] = []  # rows by request
         self.decisions: dict[str, Decision] = {}  # that the worker will make
         self.starts: dict[str, Start] = {}  # that it was told
-        self.delivered: dict[str, list[dict[str, Any]]] = {}
+        self.delivered: dict[str, list[Decision]] = {}
         self.answers: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 
@@ -87,7 +87,8 @@ class Engine:
             for each in client.outputs:
                 self.answers.setdefault(each.request_id, []).extend(each.new_token_ids)
                 if each.kv_transfer_params is not None:
-                    self.delivered.setdefault(each.request_id, []).append(each.kv_transfer_params["inducekv"])
+                    delivered = self.delivered.setdefault(each.request_id, [])
+                    delivered.append(Decision.unpack(each.kv_transfer_params["inducekv"]))
 
     def drain(self) -> None:
         while self.scheduler.has_requests() or self.flying:
@@ -163,8 +164,7 @@ def test_a_request_goes_back_once_and_others_go_on(
     assert engine.answers == {"m": [RIGHT] * 6, "other": [RIGHT] * 8}
     redo_from = length - 1 if decision.injection is None else decision.injection.first_active
     assert engine.starts == ({"m": started(decision, redo_from)} if how else {})
-    delivered = [Decision.parse(each) for each in engine.delivered["m"]]
-    assert delivered == [decision] * 2  # with the first and the last token
+    assert engine.delivered["m"] == [decision] * 6  # with every token
     begun = [step.keys() for step in engine.steps]
     first_other = next(i for i, names in enumerate(begun) if "other" in names)
     assert all("other" in names for names in begun[first_other : first_other + 8])  # it waits for nobody
@@ -183,13 +183,13 @@ def test_a_prompt_that_was_decided_begins_with_its_memory(is_async: bool) -> Non
         engine.drain()
     assert next(step["again"] for step in engine.steps if "again" in step) == 4  # the rest is in the cache
     assert engine.starts["again"] == Start(70, opened(70).injection)
-    assert [each["source"] for each in engine.delivered["again"]] == ["cached"] * 2
+    assert [each.source for each in engine.delivered["again"]] == ["cached"] * 6
     expired = Decision(opened(70).injection, valid_until=1.0)
     for name in ("expired", "anew"):
         engine.decisions.clear()
         engine.add(name, PROMPT[:90], expired)
         engine.drain()
-        assert engine.delivered[name][0]["source"] == "computed"
+        assert engine.delivered[name][0].source == "computed"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -228,7 +228,7 @@ def test_what_cannot_be_decided_ends_with_an_error_and_no_token() -> None:
     engine.add("m", PROMPT, Decision(Failed("not finite")))
     engine.drain()
     assert engine.answers["m"] == []
-    assert [Decision.parse(each).error for each in engine.delivered["m"]] == ["not finite"]
+    assert [each.error for each in engine.delivered["m"]] == ["not finite"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

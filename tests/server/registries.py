@@ -66,7 +66,7 @@ def begin(config: InduceKVConfig, workers: Any, temporary: Path | None = None) -
 
 async def end(registry: BundleRegistry) -> None:
     """As the end of its process does, by whatever signal."""
-    tasks = [task for task in (registry.following, *registry.background) if task is not None]
+    tasks = [task for task in (registry.following.task, *registry.background) if task is not None]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

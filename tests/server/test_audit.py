@@ -47,7 +47,7 @@ class Audited:
         await self.registry.load("m", str(self.folder / f"{content}.safetensors"), replace=True, who=ADMIN, **options)
 
     async def released(self) -> None:
-        await self.registry.follow()
+        await self.registry.following.follow()
         while self.registry.background:
             await asyncio.gather(*self.registry.background)
 

@@ -65,7 +65,7 @@ class Registered:
 
     async def released(self) -> set[str]:
         """The resident bundles after all releases."""
-        await self.registry.follow()
+        await self.registry.following.follow()
         while self.registry.background:
             await asyncio.gather(*self.registry.background)
         return await self.resident()

@@ -66,7 +66,7 @@ class Processes:
         return [await self.of(process) for process in range(PROCESSES)]
 
     async def of(self, process: int, model: str = "m") -> str | None:
-        await self.all[process].follow()  # as the middleware does
+        await self.all[process].following.follow()  # as the middleware does
         try:
             with self.all[process].lease(model) as lease:
                 return next(each for each in NAMES if DIGEST[each] == lease.memory.digest)
@@ -77,7 +77,7 @@ class Processes:
         """All that is released has been released."""
         for _ in range(2):
             for registry in self.all:
-                await registry.follow()
+                await registry.following.follow()
                 await asyncio.gather(*registry.background)
 
     def resident(self) -> str:
@@ -125,7 +125,7 @@ async def test_a_change_is_seen_by_all_when_it_is_acknowledged(processes: Proces
     await processes.load("c", asked, "n")
     assert await processes.all[asked].unload("n", who="admin") == DIGEST["c"]
     for each in processes.all:
-        await each.follow()
+        await each.following.follow()
         assert (await each.detail("m", is_admin=True)).bundle.path == str(processes.files / "a.safetensors")  # type: ignore[union-attr]
         assert ("m" in each, "n" in each) == (True, False)
     await processes.settled()
@@ -288,7 +288,7 @@ async def test_a_rank_that_cannot_load_a_bundle_keeps_all_at_the_old_version(
     async def two_ranks(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         (answer,) = await one_rank(method, args)
         if method == "inducekv_load_outcome" and args[0] == DIGEST["b"]:
-            return [answer, {"ok": False, "error": "no room", "is_full": True}]
+            return [answer, {"ok": False, "error": "no room", "kind": "CapacityError"}]
         return [answer, answer]
 
     with monkeypatch.context() as patch:
@@ -309,10 +309,10 @@ async def test_a_process_that_cannot_read_the_state_serves_no_bundle(
     with monkeypatch.context() as patch:
         patch.setattr(behind._state, "snapshot", _unreadable)
         await processes.load("b", 0)
-        await behind.see_changes()
+        await behind.following.see_changes()
         with pytest.raises(RetryableRequestError, match="state: cannot be read"):
             behind.lease("m")
-    await behind.see_changes()
+    await behind.following.see_changes()
     assert await processes.served() == ["b", "b", "b"]
 
 

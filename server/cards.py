@@ -1,0 +1,91 @@
+"""What is shown of the names that a server serves. Paths and reasons are the admin's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from inducekv_vllm.errors import UnknownBundle
+
+from .changes import Change
+from .names import Names
+from .schemas import (
+    BundleState,
+    DrainingMemory,
+    MemoryBundleCard,
+    MemoryBundleDetail,
+    MemoryBundleList,
+    MemoryFailure,
+    MemoryVersion,
+)
+from .state import Attempt, VersionRecord
+
+
+def card(names: Names, name: str, is_admin: bool) -> MemoryBundleCard:
+    """The bundle that a name stands for; requests are those of this API process."""
+    version, records = names.of(name), names.records[name]
+    memory = version.memory
+    fields: dict[str, Any] = {
+        field: getattr(memory.metadata, field)
+        for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
+    }
+    return MemoryBundleCard(
+        name=name,
+        path=records[0].source if is_admin else None,
+        entries=memory.num_entries,
+        facts=len(memory.metadata.facts),
+        expired_entries=memory.num_entries - len(memory.alive()),
+        task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
+        tasks=dict(Counter(entry.task for entry in memory.entries)),
+        gate_tasks=list(memory.metadata.gate_tasks) or None,
+        file_bytes=memory.file_bytes,
+        resident_bytes=version.resident_bytes,
+        active_requests=version.active,
+        versions=[_version(record, is_admin) for record in records],
+        **fields,
+    )
+
+
+def listing(names: Names, is_admin: bool) -> MemoryBundleList:
+    """All names, and the versions that drain."""
+    draining = [version for version in names.versions.values() if not version.names]
+    return MemoryBundleList(
+        data=[card(names, name, is_admin) for name in names.records],
+        draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
+    )
+
+
+def detail(names: Names, name: str, attempt: Attempt, is_admin: bool) -> MemoryBundleDetail:
+    """What is known of a name, with the last change of it that was tried.
+
+    Raises:
+        UnknownBundle: no bundle of this name is loaded, on its way or draining, and none has failed lately.
+    """
+    left = names.versions.get(attempt.left_digest or "")
+    state: BundleState
+    if name in names:
+        state = "ready"
+    elif attempt.loading:
+        state = "loading"
+    elif attempt.reason is not None:
+        state = "failed"
+    elif left is not None and not left.names:
+        state = "draining"
+    else:
+        raise UnknownBundle(f"no memory bundle {name!r:.200} is loaded")
+    failure = None
+    if attempt.change is not None and attempt.at is not None:
+        reason = attempt.reason if is_admin else None
+        failure = MemoryFailure(change=Change(attempt.change), reason=reason, at=attempt.at)
+    bundle = card(names, name, is_admin) if name in names else None
+    return MemoryBundleDetail(name=name, state=state, loading=attempt.loading, failure=failure, bundle=bundle)
+
+
+def _version(record: VersionRecord, is_admin: bool) -> MemoryVersion:
+    return MemoryVersion(
+        digest=record.digest,
+        parent_digest=record.parent_digest,
+        loaded_at=record.loaded_at,
+        by=record.by if is_admin else None,
+        source=record.source if is_admin else None,
+    )
