@@ -9,7 +9,7 @@ import torch
 
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from selector.backbone.extraction import extract, extract_keys
-from selector.backbone.injection import Memory
+from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import read_task
@@ -25,7 +25,7 @@ def losses(model: Path, device: str, task: Path, activation: Activation) -> torc
     entries = extract(backbone, examples[:1], 16)
     payloads = entries.payload_keys, entries.payload_values
     gates, bias = torch.full((backbone.num_layers,), 0.5), torch.zeros(backbone.num_layers)  # [layers]
-    memory = Memory(entries.keys, *payloads, torch.tensor(0.07), gates, bias, "uniform", "decoupled")
+    memory = TensorMemory(entries.keys, *payloads, torch.tensor(0.07), gates, bias, "uniform", "decoupled")
     scorer = Scorer(backbone)
     first_active = scorer.first_active(examples, [activation] * len(examples))
     questions = Questions(examples, extract_keys(backbone, examples), first_active)
