@@ -131,7 +131,12 @@ def refusal(folder: Path) -> str:
         ("field/train", 6, {"id": "field/train_00001"}, ", line 6: the id 'field/train_00001' occurs more than once"),
         ("guild/test", 3, {"id": "guild/train_00007"}, ": the id 'guild/train_00007' is in {data}/train.jsonl too"),
         ("base/validation", 2, {"answer": None}, ", line 2: 'answer' must be a string, found None"),
-        ("base/validation", 2, {"answer": "  "}, ": the answer to 'base/validation_00001' is empty"),
+        (
+            "base/validation",
+            2,
+            {"answer": "  "},
+            ", line 2: 'base/validation_00001' of task 'base' has an empty answer",
+        ),
     ],
 )
 def test_a_bad_example_is_named_with_its_place(path, line, change, message, folder):

@@ -138,7 +138,7 @@ def test_another_publishers_script(data: Path, tmp_path: Path, capsys: pytest.Ca
 WITHOUT_SUITES = """
 import sys
 sys.modules |= dict.fromkeys(("nltk", "pycocoevalcap", "rapidfuzz", "sacrebleu"))  # importing them raises
-from benchmarks.score import main
+from benchmarks.research.score import main
 sys.exit(main())
 """
 

@@ -67,7 +67,7 @@ def _parse(file: Path) -> Any:
 
 
 def _read(file: Path, name: str, splits: _Splits) -> TaskData:
-    """Raises TaskDataError: a split cannot be read, an answer is empty, or an id or a question stands in two splits."""
+    """Raises TaskDataError: a split cannot be read, or an id or a question stands in two splits."""
     examples: dict[str, tuple[Example, ...]] = {}
     homes: dict[str, Path] = {}
     askers: dict[str, tuple[Path, str]] = {}  # of a question: its first file and id
@@ -77,8 +77,6 @@ def _read(file: Path, name: str, splits: _Splits) -> TaskData:
         path = file.parent / getattr(splits, split)
         examples[split] = tuple(read_task(path))
         for example in examples[split]:
-            if not example.answer.strip():
-                raise TaskDataError(f"{path}: the answer to {example.id!r} is empty")
             if homes.setdefault(example.id, path) != path:
                 raise TaskDataError(f"{path}: the id {example.id!r} is in {homes[example.id]} too")
             home, first = askers.setdefault(example.source_digest, (path, example.id))
