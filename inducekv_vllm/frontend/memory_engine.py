@@ -246,7 +246,7 @@ def pop_decision(output: RequestOutput) -> Decision | None:
 
 
 def _packed_in(output: RequestOutput) -> str | None:
-    told = dict(output.kv_transfer_params or {})
-    packed: str | None = told.pop("inducekv", None)
-    output.kv_transfer_params = told or None
+    params = dict(output.kv_transfer_params or {})
+    packed: str | None = params.pop("inducekv", None)
+    output.kv_transfer_params = params or None
     return packed
