@@ -27,8 +27,7 @@ from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..protocol import Decision, decision_without_worker
 from ..vllm_seams.config import InduceKVConfig
 from .journal import EngineJournal
-from .metrics import BundleMetrics
-from .observation import Observation, observing
+from .observation import BundleMetrics, Observation, observing
 from .options import (
     cache_salt_of,
     mm_items,
