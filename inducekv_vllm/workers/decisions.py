@@ -33,7 +33,7 @@ from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, T
 from ..vllm_seams.runner import StepRows
 from .gate_log import GateLog
 from .prompts import PromptReader, failure_of
-from .requests import Phase, WorkerRequest, WorkerRequests
+from .requests import Phase, WorkerRequest, WorkerRequests, acting_rows
 
 Output = ModelRunnerOutput | AsyncModelRunnerOutput
 
@@ -198,7 +198,7 @@ class Decisions:
                 decision = self._taken_up(request, replace(decision, same_pass=True))
             request.decision = decision
         if any(request.decision is not None and request.decision.same_pass for request in requests):
-            self._attention.begin_step(rows)
+            self._attention.begin_step(rows, acting_rows(self._requests.by_id, rows))
 
     def _taken_up(self, request: WorkerRequest, decision: Decision) -> Decision:
         """A decision that the running step's later work follows."""

@@ -45,7 +45,7 @@ from .decisions import Deciding, Decisions
 from .gate_log import GateLog
 from .prompts import PromptReader
 from .refusals import check_bundle, kind_of
-from .requests import WorkerRequests
+from .requests import WorkerRequests, acting_rows
 from .resident import ResidentBundles
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class MemoryWorker(Worker):
 
     def _begin_step(self, rows: StepRows) -> None:
         self._rows = rows
-        self.attention.begin_step(rows)
+        self.attention.begin_step(rows, acting_rows(self.requests.by_id, rows))
         self.decisions.begin_step(rows)
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------

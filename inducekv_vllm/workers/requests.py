@@ -9,7 +9,7 @@ Shapes: T prompt tokens of a request, d hidden size, H evidence of a gate, F fea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention.ranges import Region
 from ..attention.resident_bundle import ResidentBundle
-from ..attention.slots import RequestMemory, Slots
+from ..attention.slots import ActingRows, RequestMemory, Slots
 from ..bundle.lookup import QueryFeatures
 from ..errors import InduceKVError
 from ..facts import Answers
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-    from ..vllm_seams.runner import RunnerTables
+    from ..vllm_seams.runner import RunnerTables, StepRows
 
 Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
 
@@ -242,6 +242,26 @@ class WorkerRequests:
         if request is not None and request.injection is not None:
             assert request.bundle is not None
             self._release(request.bundle.region)
+
+
+def acting_rows(requests: Mapping[str, WorkerRequest], step: StepRows) -> list[ActingRows]:
+    """The rows of a step that memory acts on, in their order.
+
+    Args:
+        requests: by id; those without memory may be left out.
+    """
+    found, end = list[ActingRows](), 0
+    if not requests:
+        return found
+    for number, request_id in enumerate(step.request_ids):
+        first, end = end, end + step.num_scheduled[number]
+        request = requests.get(request_id)
+        if request is None or request.memory is None:
+            continue
+        first += max(0, request.first_active - step.num_computed[number])
+        if first < end:
+            found.append(ActingRows(request.memory, number, first, end))
+    return found
 
 
 def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> EntryTerms:

@@ -10,14 +10,13 @@ import pytest
 from vllm import SamplingParams
 
 from inducekv_vllm.attention.pool import PoolShape
-from inducekv_vllm.attention.rows import acting_rows
 from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.facts import Answers
 from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.answering import ANSWERS
-from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
+from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests, acting_rows
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
 SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
