@@ -186,7 +186,7 @@ class MemoryWorker(Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         self._last_step = time.monotonic()
         self._device.begin_step()
-        self.decisions.before_pass(self.requests.follow(scheduler_output, self._runner))
+        self.requests.follow(scheduler_output, self._runner)
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
             if self._rows is not None:

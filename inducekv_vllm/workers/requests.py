@@ -142,13 +142,14 @@ class WorkerRequests:
         self.by_id: dict[str, WorkerRequest] = {}
         self._resident, self._release = resident, release
 
-    def follow(self, scheduled: SchedulerOutput, runner: RunnerTables) -> list[WorkerRequest]:
-        """Follow the schedule of a step; the requests that are new and undecided."""
+    def follow(self, scheduled: SchedulerOutput, runner: RunnerTables) -> None:
+        """Follow the schedule of a step."""
         for request_id in scheduled.finished_req_ids:
             self._finish(request_id)
         for request_id in scheduled.preempted_req_ids or ():
             self._preempt(request_id)
-        new = [request for data in scheduled.scheduled_new_reqs if (request := self._start(data)) is not None]
+        for data in scheduled.scheduled_new_reqs:
+            self._start(data)
         cached = scheduled.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if (request := self.by_id.get(request_id)) is None:
@@ -161,7 +162,6 @@ class WorkerRequests:
         starts: dict[str, Start] = getattr(scheduled, STARTS, {})
         for request_id, start in starts.items():
             self._settle(self.by_id[request_id], start, runner, is_running=request_id in cached.req_ids)
-        return [request for request in new if request.phase is Phase.UNDECIDED]
 
     def take_up(self, request: WorkerRequest, start: Start) -> None:
         """From its next rows on, the request reads the memory and follows the answers that it starts with."""
@@ -170,21 +170,21 @@ class WorkerRequests:
         if start.injection is not None:
             self._inject(request, start.injection)
 
-    def _start(self, data: NewRequestData) -> WorkerRequest | None:
-        """Start a request; None if it is known, or does not ask for memory.
+    def _start(self, data: NewRequestData) -> None:
+        """Start a request that asks for memory, or let a known one go on.
 
         To the V2 runner resumed requests come back as new; to any runner, so does one that was preempted before its
         first step.
         """
         params = data.sampling_params
         if params is None or (spec := parse_spec(params.extra_args)) is None:
-            return None
+            return
         if (known := self.by_id.get(data.req_id)) is not None:
             known.params = params
             if known.answers is not None:
                 put_answers(params, known.answers)
             self._resume(known, data.block_ids)
-            return None
+            return
         assert data.prompt_token_ids is not None  # prompt embeddings are refused at start
         request = self.by_id[data.req_id] = WorkerRequest(
             id=data.req_id,
@@ -197,7 +197,6 @@ class WorkerRequests:
         if isinstance(spec, InjectionSpec):
             request.phase = Phase.SETTLED
             self._inject(request, spec)
-        return request
 
     def _settle(self, request: WorkerRequest, start: Start, runner: RunnerTables, *, is_running: bool) -> None:
         """A request goes on as it was decided; a token that was sampled before is taken back."""

@@ -45,6 +45,8 @@ class Worker:
         finished: str = "",
         starts: dict[str, Start] | None = None,
     ) -> list[WorkerRequest]:
+        """The requests that are new and undecided."""
+
         def call(name: str) -> Any:
             return lambda *given: self.calls.append((name, *given))
 
@@ -61,7 +63,10 @@ class Worker:
             scheduled_cached_reqs=cached,
             **{STARTS: starts or {}},
         )
-        return self.requests.follow(scheduled, runner)
+        known = set(self.requests.by_id)
+        self.requests.follow(scheduled, runner)
+        undecided = [each for each in self.requests.by_id.values() if each.phase is Phase.UNDECIDED]
+        return [each for each in undecided if each.id not in known]
 
     def memory(self, request_id: str) -> RequestMemory | None:
         request = self.requests.by_id.get(request_id)
