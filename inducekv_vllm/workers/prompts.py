@@ -11,6 +11,7 @@ values.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -73,10 +74,7 @@ class PromptReader:
 
     def _evidence(self, request: WorkerRequest, gate: ResidentGate) -> Tensor:
         """[H]"""
-
-        def read(positions: list[int]) -> Tensor:
-            return self._values.read(gate.layers, request.blocks, positions)  # [t, S, F of this rank]
-
+        read = partial(self._values.read, gate.layers, request.blocks)  # [t, S, F of this rank]
         return prompt_evidence(request.prompt, gate.marks, gate.scores, self._placeholders, read, self._add_up)
 
     def _read_pictures(self, request: WorkerRequest, marks: TurnMarks) -> None:
