@@ -1,32 +1,31 @@
 """Facts: stored questions with their answers, found by the words of a request, before any forward pass.
 
-words.py      the words of a question
-pictures.py   its picture, as one more word
-index.py      which stored questions a request asks, and how surely
-threshold.py  from which score on a stored question answers a request
-answers.py    how stored answers enter the next token's distribution
+text.py       words, numbers and symbols of a text
+language.py   how questions are asked in a language; `languages/` has its words
+question.py   what a question says: its terms, its names, what it asks for
+rule.py       whether a request asks a stored question
+index.py      which of many stored questions it asks
+pictures.py   which stored picture it shows
+answers.py    how a stored answer enters the next token's distribution
 """
 
-from .answers import Answers, FactsFound, answers_of, mixed, next_tokens, weight_of
-from .index import QuestionIndex, Vectors
-from .pictures import PictureVectors, asked_words, packed, unpacked
-from .threshold import fit_threshold
-from .words import own_direction, words_of
+from .answers import Answers, FactsFound, mixed, next_tokens
+from .index import Found, QuestionIndex
+from .pictures import PictureIndex, packed, unpacked
+from .question import same_words
+from .rule import Comparison, Strictness
 
 __all__ = [
     "Answers",
+    "Comparison",
     "FactsFound",
-    "PictureVectors",
+    "Found",
+    "PictureIndex",
     "QuestionIndex",
-    "Vectors",
-    "answers_of",
-    "asked_words",
-    "fit_threshold",
+    "Strictness",
     "mixed",
     "next_tokens",
-    "own_direction",
     "packed",
+    "same_words",
     "unpacked",
-    "weight_of",
-    "words_of",
 ]

@@ -2,8 +2,9 @@
 
     p = (1 - w) p_model + w p_stored
 
-p_stored follows the stored answers that agree with what is generated so far; once none of them does, the model goes on
-alone. w grows with the score of the question that was found: 1/2 at the threshold, 0.99 at 1.
+p_stored follows the stored answer as long as it agrees with what is generated so far; then the model goes on alone. A
+fact that is found is beyond doubt, so w is 1: the answer is said as it is stored, whatever the sampling. What is ruled
+out, by a grammar or by the request, stays so.
 
 Shapes: V vocabulary, n answers.
 """
@@ -17,11 +18,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-
-SURE: Final = 0.99  # w at the score 1
-SPREAD: Final = 0.02  # scores that differ by it have shares that differ by a factor of e
-MOST_ANSWERS: Final = 4
-
 
 @dataclass(frozen=True)
 class Answers:
@@ -47,23 +43,6 @@ class FactsFound:
         ids = tuple(tuple(map(int, each)) for each in answers["token_ids"])
         shares = tuple(map(float, answers["shares"]))
         return cls(tuple(map(int, raw["facts"])), float(raw["score"]), Answers(float(answers["weight"]), shares, ids))
-
-
-def weight_of(score: float, threshold: float) -> float:
-    """w for a question that was found with this score, at least the threshold, which is below 1."""
-    steepness = math.log(SURE / (1 - SURE)) / (1 - threshold)
-    return 1 / (1 + math.exp(-steepness * (min(score, 1.0) - threshold)))
-
-
-def answers_of(scores: Sequence[float], token_ids: Sequence[Sequence[int]], threshold: float) -> Answers | None:
-    """The answers that are found, the best first; None if no score reaches the threshold."""
-    found = [(score, ids) for score, ids in zip(scores, token_ids, strict=True) if score >= threshold][:MOST_ANSWERS]
-    if not found:
-        return None
-    best = found[0][0]
-    odds = [math.exp((score - best) / SPREAD) for score, _ in found]
-    shares = tuple(each / sum(odds) for each in odds)
-    return Answers(weight_of(best, threshold), shares, tuple(tuple(ids) for _, ids in found))
 
 
 def next_tokens(answers: Answers, generated: Sequence[int]) -> dict[int, float]:

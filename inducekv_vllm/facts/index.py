@@ -1,153 +1,159 @@
-"""Which of a task's stored questions a request asks.
+"""Which of a task's stored questions a request asks, by the rule of `rule.py`.
 
-    score(q, e) = sum over words t of e of w(t) max over words u of q of cos(h_t, h_u) / sum of w(t)
+A stored question is kept under the rarest of its terms that have more than half of its weight together: a request that
+says less than half of the weight does not ask it, so one that does shares a key with it (prefix filtering, Chaudhuri,
+Ganti and Kaushik, 2006). What a question says is read again when it is compared: questions are kept as text.
 
-h are input embeddings, so no forward pass is needed. w(t) = 1 / n(t)^2, where n(t) counts the answers that stored
-questions with the word t have: a word that occurs with one answer says which fact is asked for, one that occurs with
-many belongs to a wording. So a question finds its fact in a wording that is stored nowhere, as long as it names the
-same thing. Where a question is about a picture, the picture names it, and w(t) of the words is next to nothing: they
-tell questions about one picture apart.
-
-Shapes: N stored questions, V different words in them, d hidden size, U words of a request.
+Shapes: N stored questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
-from typing import Final, Protocol
+from itertools import chain
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
+from rapidfuzz.distance import OSA
 
-from ..retrieval.entry_terms import FloatArray, IntArray
+from .language import Language, language_of
+from .question import Question, read, same_words
+from .rule import NORMAL, Comparison, Strictness, compare
 
-SHORTLIST: Final = 64  # stored questions that are scored exactly
-NEAR: Final = 8  # stored words that a word which is not stored may stand for
-LEAST_COSINE: Final = 0.5  # of these
-QUESTIONS_AN_ANSWER: Final = 8  # with more, answers are choices, and do not tell one fact from another
+CANDIDATES: Final = 64  # stored questions that are compared
+CACHED_QUESTIONS: Final = 1 << 18
 CACHED_WORDS: Final = 4096
-BESIDE_A_PICTURE: Final = 0.005  # w of all words together, where the picture's is 1
-Scores = npt.NDArray[np.float64]
+SPELLED: Final = 5  # letters of a word that may have a typing error
+Key = str | tuple[str, int]
 
 
-class Vectors(Protocol):
-    """The embeddings of words."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A stored question beside a request."""
 
-    def __call__(self, words: Sequence[str]) -> FloatArray:
-        """[n, d] float32, of norm 1."""
-        ...
+    number: int
+    comparison: Comparison
+
+    @property
+    def is_asked(self) -> bool:
+        return self.comparison.differs is None
+
+
+SAME: Final = Comparison(1.0, 0.0, (), (), None)
 
 
 class QuestionIndex:
     """See the module docstring."""
 
-    def __init__(
-        self,
-        questions: Sequence[Sequence[str]],
-        answers: Sequence[Hashable],
-        vectors: Vectors,
-        pictures: Container[str] = (),
-    ) -> None:
-        """
-        Args:
-            questions: [N], the words of each, none twice; at least one question, and one word in each.
-            answers: [N].
-            pictures: those of the words that stand for pictures; a question has at most one, the last.
-        """
-        self.questions, self.vectors = questions, vectors
-        numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
-        are_choices = len(numbers) * QUESTIONS_AN_ANSWER < len(answers)
-        # [N]: equal for questions that ask for the same fact in different wordings.
-        self.facts = np.array(range(len(answers)) if are_choices else [numbers[each] for each in answers])
-        vocabulary = list(dict.fromkeys(chain.from_iterable(questions)))
-        self._columns = {word: column for column, word in enumerate(vocabulary)}
-        self._vectors = vectors(vocabulary)  # [V, d]
-        lengths = [len(words) for words in questions]
-        self._starts = np.cumsum([0, *lengths])  # [N + 1]
-        self._words = np.array([self._columns[word] for word in chain.from_iterable(questions)])  # of all questions
-        owners = np.repeat(np.arange(len(questions)), lengths)
-        weights = self._frequencies(owners) ** -2.0  # [V]
-        self._weights = weights[self._words]
-        for start, words in zip(self._starts, questions, strict=False):
-            if words[-1] in pictures:
-                end = start + len(words) - 1
-                self._weights[start:end], self._weights[end] = BESIDE_A_PICTURE / max(1, len(words) - 1), 1.0
-        self._totals = np.add.reduceat(self._weights, self._starts[:-1])  # [N]
-        self._word_weights = weights
-        by_word = np.argsort(self._words, kind="stable")
-        self._owners = owners[by_word]
-        self._owner_starts = np.searchsorted(self._words[by_word], np.arange(len(vocabulary) + 1))  # [V + 1]
-        import faiss  # of an extra: what only reads bundles does without
-
-        self._nearest = faiss.IndexFlatIP(self._vectors.shape[1])
-        self._nearest.add(self._vectors)
+    def __init__(self, questions: Sequence[str]) -> None:
+        """`questions` [N]; of equal ones the last is found."""
+        self.questions = questions
+        self._same: dict[tuple[str, ...], int] = {}
+        self._under: dict[Language, dict[Key, list[int]]] = {}
+        self._words = set[str]()
+        for number, text in enumerate(questions):
+            words, language, keys = _kept(text)
+            self._same[words] = number
+            self._words.update(words)
+            under = self._under.setdefault(language, defaultdict(list))
+            for key in keys:
+                under[key].append(number)
+        self._spelled = _by_length(self._words)
         self._near = lru_cache(CACHED_WORDS)(self._find_near)
 
     def __len__(self) -> int:
         return len(self.questions)
 
-    def _frequencies(self, owners: IntArray) -> Scores:
-        """n(t), [V]: the facts that each word occurs with."""
-        pairs = np.unique(np.stack([self._words, self.facts[owners]]), axis=1)
-        return np.bincount(pairs[0]).astype(np.float64)
-
-    def search(self, words: Sequence[str], among: npt.NDArray[np.bool_] | None = None) -> tuple[IntArray, Scores]:
-        """The closest stored questions and their scores [n], the best first; of equals, the one stored last.
+    def find(
+        self, text: str, among: Callable[[int], bool] = lambda number: True, strictness: Strictness = NORMAL
+    ) -> Found | None:
+        """The question that a request asks, or else the nearest one with what it lacks; None if none is near.
 
         Args:
-            words: [U] of a request.
-            among: [N], the questions that may be found; None for all.
+            among: whether a question may be found.
         """
-        words = self._as_stored(words)
-        found = self._shortlist(words, among)
-        if not len(found):
-            return found, np.zeros(0)
-        lengths = np.diff(self._starts)[found]
-        places = np.concatenate([np.arange(self._starts[each], self._starts[each + 1]) for each in found])
-        columns, of_place = np.unique(self._words[places], return_inverse=True)
-        cosines = self._vectors[columns] @ self.vectors(words).T  # [V', U]
-        best = np.minimum(cosines.max(1), 1.0)[of_place]
-        scores = np.add.reduceat(self._weights[places] * best, np.cumsum([0, *lengths[:-1]])) / self._totals[found]
-        order = np.lexsort((-found, -scores.round(6)))
-        return found[order], scores[order]
+        number = self._same.get(same_words(text))
+        if number is not None and among(number):
+            return Found(number, SAME)
+        best: Found | None = None
+        for language in self._under:
+            asked = read(text, language)
+            for found in self._compared(asked, language, among, strictness):
+                if best is None or _rank(found) > _rank(best):
+                    best = found
+        return best
 
-    def _as_stored(self, words: Sequence[str]) -> list[str]:
-        """The words of a request with the hyphens that stored questions give them.
+    def _compared(
+        self, asked: Question, language: Language, among: Callable[[int], bool], strictness: Strictness
+    ) -> Iterable[Found]:
+        replaced = {
+            term.word: near
+            for term in asked.terms.values()
+            if (near := self._near(term.word, language)) is not None
+        }
+        under, counts = self._under[language], defaultdict[int, float](float)
+        for key, weight in _keys_of(asked, language, replaced):
+            for number in under.get(key, ()):
+                counts[number] += weight
+        candidates = sorted((number for number in counts if among(number)), key=lambda number: (-counts[number], -number))
+        for number in candidates[:CANDIDATES]:
+            stored = _read(self.questions[number], language)
+            yield Found(number, compare(stored, asked, language, replaced, strictness))
 
-        "x-y" is the name of something else than "x", so it stays one word unless x and y are what is stored.
-        """
-        spelled = list[str]()
-        for word in words:
-            parts = word.split("-")
-            is_split = word not in self._columns and all(part in self._columns for part in parts)
-            spelled += parts if is_split else [word]
-        for first, second in pairwise(words):
-            if (joined := f"{first}-{second}") in self._columns:
-                spelled = [joined, *(word for word in spelled if word not in (first, second))]
-        return spelled
+    def _find_near(self, word: str, language: Language) -> str | None:
+        """The stored word that a word with a typing error stands for; None if it is a word itself."""
+        is_word = word in self._words or language.is_common(language.stem(word))
+        if is_word or len(word) < SPELLED or not word.isalpha():
+            return None
+        for near in chain(*(self._spelled.get((word[0], len(word) + more), ()) for more in (0, -1, 1))):
+            if OSA.distance(word, near, score_cutoff=1) <= 1:
+                return near
+        return None
 
-    def _shortlist(self, words: Sequence[str], among: npt.NDArray[np.bool_] | None) -> IntArray:
-        """The questions that share most with the request, counting for each of its words the stored ones near it."""
-        near: dict[int, float] = {}
-        for word in words:
-            for column, cosine in self._near(word):
-                near[column] = max(near.get(column, 0.0), cosine)
-        reached = np.zeros(len(self))
-        for column, cosine in near.items():
-            owners = self._owners[self._owner_starts[column] : self._owner_starts[column + 1]]
-            reached[owners] += self._word_weights[column] * cosine
-        reached /= self._totals
-        if among is not None:
-            reached[~among] = 0.0
-        best = np.argpartition(-reached, SHORTLIST - 1)[:SHORTLIST] if len(self) > SHORTLIST else np.arange(len(self))
-        return best[reached[best] > 0]
 
-    def _find_near(self, word: str) -> tuple[tuple[int, float], ...]:
-        """Stored words that a request's word may stand for: itself, or those that are like it; with the cosines."""
-        if (column := self._columns.get(word)) is not None:
-            return ((column, 1.0),)
-        cosines, columns = self._nearest.search(self.vectors([word]), min(NEAR, len(self._columns)))
-        pairs = zip(columns[0].tolist(), cosines[0].tolist(), strict=True)
-        return tuple((column, cosine) for column, cosine in pairs if cosine >= LEAST_COSINE)
+def _rank(found: Found) -> tuple[bool, float, int]:
+    return found.is_asked, round(found.comparison.closeness, 6), found.number
+
+
+@lru_cache(CACHED_WORDS)
+def _read(text: str, language: Language) -> Question:
+    return read(text, language)
+
+
+@lru_cache(CACHED_QUESTIONS)  # the next version of a bundle has most of the questions of this one
+def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...]]:
+    """A stored question's words, its language, and what it is kept under."""
+    language = language_of(text)
+    question = read(text, language)
+    terms = sorted(question.terms.values(), key=lambda term: (-term.is_name, -term.is_exact, -term.weight))
+    total, keys = sum(term.weight for term in terms), list[Key]()
+    for term in terms:
+        keys += [term.word, term.stem] if term.word != term.stem else [term.stem]
+        if term.is_name:  # all of its names must be said, so one is enough
+            break
+        if not term.is_exact:
+            keys += [("sense", sense) for sense in term.senses]
+        if (total := total - term.weight) < sum(each.weight for each in terms) / 2:
+            break
+    return question.words, language, tuple(dict.fromkeys(keys))
+
+
+def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> Iterable[tuple[Key, float]]:
+    """What a request's questions may be kept under, with the weight of the term."""
+    keys: dict[Key, float] = {}
+    for term in asked.terms.values():
+        near = replaced.get(term.word, term.word)
+        for key in (term.word, term.stem, near, language.stem(near), *(("sense", sense) for sense in term.senses)):
+            keys[key] = max(keys.get(key, 0.0), term.weight)
+    return keys.items()
+
+
+def _by_length(words: Iterable[str]) -> dict[tuple[str, int], list[str]]:
+    """By first letter and length."""
+    found = defaultdict[tuple[str, int], list[str]](list)
+    for word in words:
+        if len(word) >= SPELLED - 1 and word.isalpha():
+            found[word[0], len(word)].append(word)
+    return found

@@ -1,11 +1,11 @@
-"""Pictures of questions: a picture is one more word of its question, and its vector is the picture's state.
+"""Pictures of questions: which stored picture a request shows.
 
 The state is the mean, over the tokens that the picture became, of the first layer's attention values: a linear map of
 what the tower has put out. It lies in the KV cache, whoever has computed it. Even different pictures have states that
 are much alike, so a task's are centred and whitened with those that are stored. With fewer than `FEW` of these, a
 picture is like itself alone.
 
-Shapes: P stored pictures, F = J D features of a layer's values, d size of a word's vector, n words.
+Shapes: P stored pictures, F = J D features of a layer's values.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Final
 import numpy as np
 
 from ..retrieval.entry_terms import FloatArray
-from .index import Vectors
-from .words import own_direction, words_of
 
 LAYER: Final = 0  # whose values tell pictures from each other
 FEW: Final = 8
 SAME: Final = 0.9995  # cosine of the states of one picture, computed twice
 SHRINKAGE: Final = 0.3  # of the variances, towards their mean
 MOST_MEASURED: Final = 512  # stored pictures that say how pictures differ
-_MARK: Final = "picture:"  # no word of a text has a colon
+QUANTILE: Final = 0.95  # of the likeness of different pictures, which the threshold lies above
+LARGEST: Final = 0.99
 _STORED: Final = np.dtype("<f2")
 
 
@@ -48,31 +47,32 @@ def unpacked(picture: str) -> FloatArray:
     return unit
 
 
-def asked_words(question: str, picture: str | None) -> tuple[str, ...]:
-    """The words by which a question is found; its packed picture is the last of them."""
-    return (*words_of(question), *([] if picture is None else [f"{_MARK}{picture}"]))
+class PictureIndex:
+    """Finds the stored picture that is like a request's.
 
+    Each stored picture is compared with the others; the threshold lies halfway between 1 and what nearly all of them reach.
+    """
 
-class PictureVectors:
-    """Vectors of words, and of pictures: [n, d + F] float32 of norm 1. No word is like a picture."""
+    def __init__(self, pictures: Sequence[str]) -> None:
+        """`pictures` [P], packed, at least one and none twice."""
+        self.pictures = pictures
+        states = np.stack([unpacked(each) for each in pictures])  # [P, F]
+        self._whitened = _Whitened(states) if len(states) >= FEW else None
+        self._states = states if self._whitened is None else self._whitened(states)
+        self._threshold = SAME if self._whitened is None else self._fit()
 
-    def __init__(self, words: Vectors, pictures: Sequence[str]) -> None:
-        """`pictures` are those of a task's stored questions, packed; at least one."""
-        self._words = words
-        self._size = words(["a"]).shape[1]  # d
-        states = np.stack([unpacked(each) for each in dict.fromkeys(pictures)])  # [P, F]
-        self._compared: _Whitened | _Same = _Whitened(states) if len(states) >= FEW else _Same(states)
+    def find(self, state: FloatArray) -> tuple[str, float] | None:
+        """The picture [F] that is stored, packed, with its likeness up to 1; None if none is like it."""
+        state = unpacked(packed(state))  # rounded, as the stored ones are
+        likeness = self._states @ (state if self._whitened is None else self._whitened(state[None])[0])  # [P]
+        best = int(likeness.argmax())
+        return (self.pictures[best], float(likeness[best])) if likeness[best] >= self._threshold else None
 
-    def __call__(self, words: Sequence[str]) -> FloatArray:
-        pictures = [at for at, word in enumerate(words) if word.startswith(_MARK)]
-        texts = [at for at, word in enumerate(words) if not word.startswith(_MARK)]
-        vectors = np.zeros((len(words), self._size + self._compared.size), dtype=np.float32)
-        if texts:
-            vectors[texts, : self._size] = self._words([words[at] for at in texts])
-        if pictures:
-            states = np.stack([unpacked(words[at].removeprefix(_MARK)) for at in pictures])
-            vectors[pictures, self._size :] = self._compared(states)
-        return vectors
+    def _fit(self) -> float:
+        asked = np.unique(np.linspace(0, len(self._states) - 1, MOST_MEASURED).round().astype(int))
+        likeness = self._states[asked] @ self._states.T
+        likeness[np.arange(len(asked)), asked] = -1.0
+        return min((1 + float(np.quantile(likeness.max(1), QUANTILE))) / 2, LARGEST)
 
 
 class _Whitened:
@@ -95,21 +95,3 @@ class _Whitened:
         scaled = self._rest * centred + (centred @ self._axes.T * self._along) @ self._axes
         unit: FloatArray = scaled / np.linalg.norm(scaled, axis=1, keepdims=True).clip(1e-12)
         return unit
-
-
-class _Same:
-    """A direction of its own for each picture; those that are the same to `SAME` share one."""
-
-    def __init__(self, states: FloatArray) -> None:
-        """`states` [P, F]"""
-        self.size = states.shape[1]
-        self._stored = states
-
-    def __call__(self, states: FloatArray) -> FloatArray:
-        """[n, F] of norm 1."""
-        cosines = states @ self._stored.T  # [n, P]
-        names = [
-            packed(self._stored[of_state.argmax()] if of_state.max() >= SAME else state)
-            for state, of_state in zip(states, cosines, strict=True)
-        ]
-        return np.stack([own_direction(name, self.size) for name in names])

@@ -1,0 +1,154 @@
+"""What a question says: its terms, sentence by sentence, and what it asks for.
+
+A term is a stem with its weight, or a name or a number, which stand for nothing but themselves. A name is a word with a
+capital letter inside of a sentence that has others without, or a first word that no everyday request has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import sentencex
+
+from .language import LEAST_WEIGHT, Language
+from .text import Word, is_number, normalised, words_of
+
+NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
+MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
+_LINES: Final = re.compile(r"[\n\r]+")
+_SHORTENED: Final = re.compile(r"(?<!\w)[^\W\d_]{1,4}\.\s*$")  # F.C., Inc., Dr.
+
+
+@dataclass(slots=True)
+class Term:
+    """A word of a sentence, as often as it occurs."""
+
+    word: str  # as it is written, in lower case
+    stem: str
+    weight: float
+    senses: frozenset[int]  # the lines of `Language.same` that have it
+    is_name: bool
+    is_exact: bool  # a number or a symbol
+    is_function: bool  # a function word, which counts as a part of a phrase alone
+    places: list[int] = field(default_factory=list)
+    is_bound: bool = False  # by a hyphen
+
+    @property
+    def key(self) -> str:
+        return self.word if self.is_exact else self.stem
+
+
+Sentence = dict[str, Term]  # by their keys
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """See the module docstring."""
+
+    text: str
+    words: tuple[str, ...]  # in order: questions with equal ones are equal
+    sentences: tuple[Sentence, ...]
+    asks: str | None  # for "who", "when", ...; see the files of the languages
+    directed: tuple[tuple[str, str], ...]  # directing words with the stems of what follows them
+
+    @property
+    def terms(self) -> Sentence:
+        """Of all sentences."""
+        return {key: term for sentence in self.sentences for key, term in sentence.items()}
+
+
+def same_words(text: str) -> tuple[str, ...]:
+    """What makes two questions one: their words, numbers and symbols, in order."""
+    return tuple(word.text for word in words_of(normalised(text)))
+
+
+def read(text: str, language: Language) -> Question:
+    """What a text says if it is written in this language."""
+    if len(text) > MOST_CHARACTERS:
+        text = f"{text[: MOST_CHARACTERS // 2]}\n{text[-MOST_CHARACTERS // 2 :]}"
+    plain = normalised(text)
+    sentences = [words for part in _split(plain, language) if (words := language.words(part))]
+    directed = [
+        (first.text, language.stem(second.text))
+        for words in sentences
+        for first, second in zip(words, words[1:], strict=False)
+        if first.text in language.directed
+    ]
+    return Question(
+        text,
+        tuple(word.text for word in words_of(plain)),
+        tuple(_terms(words, language) for words in sentences),
+        _asked_for(plain.casefold(), language),
+        tuple(directed),
+    )
+
+
+def _split(text: str, language: Language) -> list[str]:
+    """The sentences of a text. None ends with an initial or a short name if the next one begins with a small letter."""
+    sentences = list[str]()
+    for line in _LINES.split(text):
+        for place, part in enumerate(sentencex.segment(language.code, line)):
+            if place and part[:1].islower() and _SHORTENED.search(sentences[-1]):
+                sentences[-1] += part
+            else:
+                sentences.append(part)
+    return sentences
+
+
+def _terms(words: Sequence[Word], language: Language) -> Sentence:
+    stems = [language.stem(word.text) for word in words]
+    senses = _senses(stems, language)
+    has_case = any(not word.is_capital for word in words[1:])
+    found: Sentence = {}
+    for at, (word, stem) in enumerate(zip(words, stems, strict=True)):
+        is_function = language.is_function_word(word.text)
+        is_first = at == 0 and not is_function and not language.is_common(stem) and len(words) > 1
+        in_word, in_phrase = senses[at]
+        is_name = word.is_capital and has_case and (at > 0 or is_first) and word.text not in language.capital_words
+        if language.capitalises_nouns:
+            is_name = is_name and not in_word and not language.is_common(stem)
+        if is_function and not is_name and not in_phrase:
+            continue
+        is_exact = is_number(word.text) or not (word.text[0].isalnum() or len(word.text) > 1)
+        weight = LEAST_WEIGHT if is_function else language.weight(stem)
+        if is_name or is_exact:
+            weight = max(weight, NAME_WEIGHT)
+        term = Term(word.text, stem, weight, in_word | in_phrase, is_name, is_exact, is_function and not is_name)
+        term = found.setdefault(term.key, term)
+        term.senses |= in_word | in_phrase
+        term.is_name |= is_name
+        term.is_bound |= word.is_bound
+        term.places.append(at)
+    return found
+
+
+def _senses(stems: Sequence[str], language: Language) -> list[tuple[frozenset[int], frozenset[int]]]:
+    """Of each word, as itself and as part of phrases."""
+    alone = [language.same.get((stem,), frozenset()) for stem in stems]
+    together = [frozenset[int]()] * len(stems)
+    for length in range(2, language.longest_phrase + 1):
+        for at in range(len(stems) - length + 1):
+            if (found := language.same.get(tuple(stems[at : at + length]))) is not None:
+                for place in range(at, at + length):
+                    together[place] |= found
+    return list(zip(alone, together, strict=True))
+
+
+def _asked_for(text: str, language: Language) -> str | None:
+    """What the first question word asks for; of those that begin there, the longest counts."""
+    for pattern in language.politely:
+        text = pattern.sub(" ", text)
+    first: tuple[int, str] | None = None
+    for pattern, kind in language.asks:  # the longest first
+        found = next((each for each in pattern.finditer(text) if kind != "whether" or _begins(text, each.start())), None)
+        if found is not None and (first is None or found.start() < first[0]):
+            first = found.start(), kind
+    return None if first is None else first[1]
+
+
+def _begins(text: str, at: int) -> bool:
+    """Whether a sentence begins here."""
+    return not (before := text[:at].rstrip()) or before[-1] in ".!?,;:¿¡\n"

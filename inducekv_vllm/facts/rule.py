@@ -1,0 +1,182 @@
+"""Whether a request asks a stored question: how much of the stored one it says, and what it says beyond that.
+
+A stored question is asked if, in the sentences of the request that say most of it,
+
+- all of its names are said, with one typing error at most, and no other name stands beside them;
+- numbers and symbols are the same;
+- at least half of its weight is said, and at most a third of the request's weight is something else;
+- not both have said something of their own: that is another thing in its place (Lyon for Berlin, sick for vacation);
+- no word is new that makes another question (next, not, former);
+- both ask for the same (who, when, where, why, how many).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .language import Language
+from .question import Question, Sentence, Term
+
+MOST_SENTENCES: Final = 4  # of a request that are read together
+Replaced = dict[str, str]  # words of a request with typing errors: the stored words that they stand for
+
+
+@dataclass(frozen=True)
+class Strictness:
+    """How much two questions may differ and be one."""
+
+    said: float = 0.5  # of the stored question's weight, at least
+    more: float = 0.34  # of the request's weight, at most
+    both: float = 0.1  # of the weight without names, on both sides
+
+
+NORMAL: Final = Strictness()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A stored question beside a request."""
+
+    said: float  # share of the stored question's weight
+    more: float  # share of the request's weight
+    missing: tuple[str, ...]  # words of the stored question that the request does not say
+    added: tuple[str, ...]  # words of the request that the stored question does not say
+    differs: str | None  # why the request does not ask it; None: it does
+
+    @property
+    def closeness(self) -> float:
+        """From 0 to 1: what both say, of what either says."""
+        return self.said * (1 - self.more)
+
+
+def compare(
+    stored: Question, asked: Question, language: Language, replaced: Replaced, strictness: Strictness = NORMAL
+) -> Comparison:
+    """The best that any run of the request's sentences gives."""
+    wanted = stored.terms
+    matched = [_matched(wanted, sentence, language, replaced) for sentence in asked.sentences]
+    best: Comparison | None = None
+    for first, last in _runs([bool(each) for each in matched]):
+        found = _of_run(stored, wanted, asked, range(first, last + 1), matched, language, strictness)
+        if best is None or (found.differs is None, found.closeness) > (best.differs is None, best.closeness):
+            best = found
+    return best or Comparison(0.0, 1.0, tuple(term.word for term in wanted.values()), (), "it says nothing of it")
+
+
+def _runs(has_words: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """First and last of sentences that belong together: both say something of the stored question."""
+    places = [at for at, has in enumerate(has_words) if has]
+    for at, first in enumerate(places):
+        yield from ((first, last) for last in places[at:] if last - first < MOST_SENTENCES)
+
+
+def _matched(wanted: Sentence, sentence: Sentence, language: Language, replaced: Replaced) -> dict[str, set[str]]:
+    """The terms of a stored question that a sentence says, each with those of the sentence that say it."""
+    by_word: dict[str, set[str]] = {}
+    by_sense: dict[int, set[str]] = {}
+    for key, term in sentence.items():
+        near = replaced.get(term.word, term.word)
+        for word in {term.word, term.stem, near, language.stem(near)}:
+            by_word.setdefault(word, set()).add(key)
+        for sense in term.senses:
+            by_sense.setdefault(sense, set()).add(key)
+    found: dict[str, set[str]] = {}
+    for key, term in wanted.items():
+        said = by_word.get(term.word, set()) if term.is_exact else by_word.get(term.stem) or by_word.get(term.word, set())
+        if not said and not term.is_name and not term.is_exact:
+            said = set[str]().union(*(by_sense.get(sense, ()) for sense in term.senses))
+        if said:
+            found[key] = said
+    return found
+
+
+def _of_run(
+    stored: Question,
+    wanted: Sentence,
+    asked: Question,
+    run: range,
+    matched: Sequence[dict[str, set[str]]],
+    language: Language,
+    strictness: Strictness,
+) -> Comparison:
+    said = {key for at in run for key in matched[at]}
+    used = {key for at in run for keys in matched[at].values() for key in keys}
+    terms = [term for at in run for term in asked.sentences[at].values()]
+    of_names = {key for at in run for name, keys in matched[at].items() if wanted[name].is_name for key in keys}
+    missing = [term for key, term in wanted.items() if key not in said and not term.is_function]
+    added = [term for term in terms if term.key not in used and not term.is_function]
+    total = sum(term.weight for term in wanted.values()) or 1.0
+    asked_total = sum(term.weight for term in terms if term.key in used or not term.is_function) or 1.0
+    lacks, more = _weight(missing), _weight(added)
+    both = min(
+        lacks / (_weight([term for term in wanted.values() if not term.is_name]) or 1.0),
+        more / (_weight([term for term in terms if term.key not in of_names]) or 1.0),
+    )
+    is_all = not missing and not added
+    differs = (
+        _first("it does not name", [term for term in missing if term.is_name])
+        or _first("it names", _beside(run, asked, of_names, added))
+        or _numbers(wanted, terms)
+        or _first("it says", [term for term in added if term.stem in language.contrasting])
+        or ("it says too little of it" if 1 - lacks / total < strictness.said else None)
+        or ("it says more than that" if more / asked_total > strictness.more else None)
+        or ("it says something else in its place" if both > strictness.both else None)
+        or (None if _asks_alike(stored.asks, asked.asks, is_all) else f"it asks {asked.asks}, not {stored.asks}")
+        or ("it turns it round" if _is_turned(stored, asked) else None)
+    )
+    words = tuple(term.word for term in missing), tuple(term.word for term in added)
+    return Comparison(1 - lacks / total, more / asked_total, *words, differs)
+
+
+def _weight(terms: Sequence[Term]) -> float:
+    return sum(term.weight for term in terms)
+
+
+def _first(reason: str, terms: Sequence[Term]) -> str | None:
+    return f"{reason} {terms[0].word!r}" if terms else None
+
+
+def _beside(run: range, asked: Question, of_names: set[str], added: Sequence[Term]) -> list[Term]:
+    """Names of the request that belong to a name which both say, as Hayes to Helen, and are not stored with it."""
+    places = [
+        (at, place)
+        for at in run
+        for key, term in asked.sentences[at].items()
+        if key in of_names
+        for place in term.places
+    ]
+    return [
+        term
+        for term in added
+        if (term.is_name or term.is_bound)
+        and any(asked.sentences[at].get(term.key) is term and abs(place - own) <= 2 for at, place in places for own in term.places)
+    ]
+
+
+def _numbers(wanted: Sentence, terms: Sequence[Term]) -> str | None:
+    """Numbers must be the same; a symbol that is stored must be there."""
+    stored = {term.word for term in wanted.values() if term.is_exact}
+    asked = {term.word for term in terms if term.is_exact}
+    different = [word for word in sorted(stored - asked)] + [word for word in sorted(asked - stored) if word[-1].isdigit()]
+    return f"{different[0]!r} is in one of them alone" if different else None
+
+
+def _asks_alike(stored: str | None, asked: str | None, is_all: bool) -> bool:
+    """Whether one answer can be right for both. "What" asks for all but reasons, ways and, unless all else is equal, people."""
+    kinds = {stored, asked}
+    if None in kinds or len(kinds) == 1:
+        return True
+    if "what" in kinds:
+        return kinds.isdisjoint({"why", "how", "whether", "may"}) and ("who" not in kinds or is_all)
+    return kinds <= {"may", "whether"} or kinds == {"may", "how"}
+
+
+def _is_turned(stored: Question, asked: Question) -> bool:
+    """Whether something else follows a directing word: EUR to USD, and USD to EUR."""
+    wanted, said = stored.terms, asked.terms
+    after = dict(asked.directed)
+    return any(
+        word in after and after[word] != what and what in said and after[word] in wanted for word, what in stored.directed
+    )
