@@ -19,6 +19,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -216,7 +217,7 @@ class Server:
             raise ServerError(
                 f"{address} refused it ({error.code}): {_reason(error.read(2000))}", error.code
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise ServerError(f"{address} cannot be reached: {error}") from error
 
     def _change(self, route: str, body: Mapping[str, Any], **more: str | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ FEW_ENTRIES = [f"payload_tokens={M}", "entries_per_task=2", "iterations=2", "inn
 SMALL: dict[str, Method] = {
     method.name: method
     for method in (
-        *choose_methods(RIVALS, [*FEW_STEPS, "fisher_examples=6", "experts=2", "pool=3", "length=2", "top=2"]),
+        *choose_methods(RIVALS, [*FEW_STEPS, "fisher_examples=6", "experts=2"]),
         *choose_methods(MEMORIES, [*FEW_STEPS, *FEW_ENTRIES]),
     )
 }

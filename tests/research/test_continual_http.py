@@ -153,7 +153,7 @@ def test_a_server_that_dies_is_named_with_how_far_it_got_and_the_stream_goes_on(
     with (
         Spoken(patience=6 + 9 + 5).serving() as url,
         pytest.raises(
-            EndpointFailed, match=r"does not answer .*; 19 of 21 questions are answered \(no_memory, .*field"
+            EndpointFailed, match=r"cannot be reached: .*; 19 of 21 questions are answered \(no_memory, .*field"
         ),
     ):
         run_stream(run, over(url))
@@ -165,8 +165,8 @@ def test_a_server_that_dies_is_named_with_how_far_it_got_and_the_stream_goes_on(
 
 
 def test_what_a_server_refuses_is_said(suite, tmp_path):
-    refused = pytest.raises(EndpointFailed, match=r"/v1/load_memory_bundle: HTTP 404: .*Not Found")
+    refused = pytest.raises(EndpointFailed, match=r"/v1/load_memory_bundle refused it \(404\): .*Not Found")
     with Spoken().serving() as url, refused:
         Endpoint(url, "m").load("bundle", tmp_path)
-    with pytest.raises(EndpointFailed, match="does not answer"):
+    with pytest.raises(EndpointFailed, match="cannot be reached"):
         HttpModel(Plain(False), Endpoint(url, "m"), None, 1).answers(suite.tasks[0].test[:1])

@@ -88,7 +88,7 @@ def text_bytes(example: Example) -> int:
 
 def recounted(kind: str, state: Path) -> int:
     """What inference needs beside the model, from the state's files and the definition alone."""
-    names = ("adapter_model", "experts", "means", "pool")
+    names = ("adapter_model", "experts")
     total = tensor_bytes(*(path for name in names for path in state.rglob(f"{name}.safetensors")))
     if kind in ("gated_adapter", "gated_adapters"):
         total += tensor_bytes(state / GATE)

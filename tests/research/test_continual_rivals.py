@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from benchmarks.lora_adapter import attach as attach_lora
 from benchmarks.research.continual.answering.http import Endpoint, Endpoints, HttpAnswerer
 from benchmarks.research.continual.answering.offline import OfflineModel
-from benchmarks.research.continual.methods import adapt_inf, mixture, sliced
+from benchmarks.research.continual.methods import mixture, sliced
 from benchmarks.research.continual.methods.der import SAID, key
 from benchmarks.research.continual.methods.lora import BUFFER
 from benchmarks.research.continual.methods.mas import sensitivity
@@ -155,72 +154,3 @@ def test_a_mixture_answers_in_this_process_also_beside_servers(learned, model, s
     stored = safetensors.torch.load_file(stream.states[1] / mixture.FILE)
     assert len(layers) == len(stored) // 3
     assert any(bool(layer.up.any()) for layer in layers)
-
-
-@pytest.mark.parametrize("merging", ["described", "released"])
-def test_cl_moe_merges_by_use(merging, monkeypatch, tmp_path):
-    """The old task used the first two of three experts, the new one the last two: the first is the old one's alone."""
-    torch.manual_seed(0)
-    layer = mixture.Mixture(nn.Linear(5, 4), experts=3, rank=2)
-    nn.init.normal_(layer.up)
-    layer.chosen = torch.tensor([1.0, 5.0, 4.0])
-    old = {f"x.{part}": torch.randn_like(getattr(layer, part)) for part in ("down", "up", "router")}
-    new = {part: getattr(layer, part).detach().clone() for part in ("down", "up", "router")}
-    (tmp_path / "before").mkdir()
-    used = torch.tensor([True, True, False])
-    safetensors.torch.save_file({"used": used}, tmp_path / "before" / mixture.CHOSEN)
-    report = mixture.ClMoe(experts=3, merging=merging).merge({"x": layer}, old, tmp_path / "before", tmp_path)
-    assert report == {"experts_of_the_task": [1, 2]}
-    for part in ("down", "up"):
-        for expert, of_old in enumerate((0.3, 0.7, 0.7)):
-            merged = of_old * old[f"x.{part}"][expert] + (1 - of_old) * new[part][expert]
-            expected = merged if merging == "described" else new[part][expert]
-            torch.testing.assert_close(getattr(layer, part)[expert].detach(), expected)
-    assert torch.equal(layer.router, new["router"])
-    assert safetensors.torch.load_file(tmp_path / mixture.CHOSEN)["used"].all()
-
-
-def test_shares_are_equal_and_what_is_left_goes_to_others():
-    assert adapt_inf.shares([10, 10, 10], 9) == [3, 3, 3]
-    assert adapt_inf.shares([1, 10, 10], 9) == [1, 4, 4]
-    assert adapt_inf.shares([2, 2], 9) == [2, 2]
-    assert adapt_inf.shares([5, 5], 1) == [1, 0]
-
-
-def test_rows_spread_over_a_score_without_its_ends():
-    """A hundred rows, sixty of them alike: the others are not drowned, and the ends come last."""
-    values = np.concatenate([np.full(60, 0.5), np.linspace(0.0, 1.0, 40)])
-    rows = adapt_inf.spread(values, 8, np.random.default_rng(0))
-    assert len(set(rows)) == 8
-    low, high = np.quantile(values, (0.05, 0.95))
-    assert all(low <= values[row] <= high for row in rows)
-    assert len({round(values[row], 3) for row in rows}) > 4
-    assert sorted(adapt_inf.spread(values, 100, np.random.default_rng(0))) == list(range(100))
-
-
-def test_the_score_with_the_most_entropy_decides():
-    keys = np.random.default_rng(0).normal(size=(60, 4))
-    flat, uneven = np.linspace(0, 1, 60), np.zeros(60)
-    uneven[-3:] = 1
-    generator = np.random.default_rng(1)
-    assert adapt_inf.entropy(flat) > adapt_inf.entropy(uneven)
-    assert len(adapt_inf.selected(keys, {"flat": flat, "uneven": uneven}, 30, 4, generator)) == 30
-
-
-def test_scores_by_hand(model, suite):
-    """Of the loss and its gradient with respect to the last hidden states, by automatic differentiation."""
-    backbone = Backbone.load(model)
-    scorer, examples = Scorer(backbone), suite.tasks[0].train[:2]
-    found = adapt_inf.scores_of(scorer, examples)
-    kept = []
-    head = backbone.model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda module, given: (kept.append(given[0].requires_grad_()), None)[1])
-    for row, example in enumerate(examples):
-        kept.clear()
-        loss = scorer.losses([example]).sum()
-        (gradient,) = torch.autograd.grad(loss, kept[-1])
-        rows = gradient.flatten(0, -2).norm(dim=1)
-        assert found["gradient_norm"][row] == pytest.approx(rows[rows > 0].mean().item(), rel=1e-4)
-        tokens = len(scorer.answer_tokens(example))
-        assert found["log_perplexity"][row] == pytest.approx(loss.item() / tokens, rel=1e-4)
-    handle.remove()

@@ -25,10 +25,12 @@ import numpy as np
 from benchmarks.machine import describe_machine
 from benchmarks.real.model import model_folder
 from benchmarks.server_process import serving
-from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
+from selector.client import Server
 
 RESULTS: Final = Path(__file__).parents[2] / "results" / "facts_teaching.json"
 KEY: Final = "the benchmark's admin"
+BASE: Final = "base"  # what the untouched model is called
 STREAMS, MANY, FEW, CALL, ROUNDS = 8, 10_000, 10, 1000, 40
 SYLLABLES: Final = ("ka", "lo", "mi", "ne", "ru", "ta", "vo", "zi", "pe", "su")
 
@@ -48,17 +50,14 @@ def question(number: int) -> str:
     return f"I need to call {name(number)}. Which number do I dial?"
 
 
-class Server:
-    def __init__(self, client: httpx.AsyncClient, base: str) -> None:
-        self._client, self.base = client, base
+class Taught:
+    """A server that is taught, and asked in streams."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client, self._server = client, Server(str(client.base_url), admin_key=KEY)
 
     async def teach(self, bundle: str, numbers: Sequence[int]) -> None:
-        response = await self._client.post(
-            f"/v1/memory_bundles/{bundle}/examples",
-            json={"examples": [fact(number) for number in numbers]},
-            headers={ADMIN_HEADER: KEY},
-        )
-        response.raise_for_status()
+        await asyncio.to_thread(self._server.teach, bundle, [fact(number) for number in numbers])
 
     async def tokens(self, model: str, text: str, max_tokens: int, **options: Any) -> list[tuple[float, str]]:
         """Each token, or piece of text, with the time at which it came."""
@@ -80,7 +79,7 @@ class Server:
         return found[0][0], "".join(piece for _, piece in found)
 
 
-async def from_post_to_answer(server: Server, bundle: str, number: int) -> float:
+async def from_post_to_answer(server: Taught, bundle: str, number: int) -> float:
     began = time.perf_counter()
     await server.teach(bundle, [number])
     _, text = await server.answer(bundle, number)
@@ -88,16 +87,14 @@ async def from_post_to_answer(server: Server, bundle: str, number: int) -> float
     return time.perf_counter() - began
 
 
-async def beside_streams(server: Server, work: Callable[[], Awaitable[None]]) -> list[float]:
+async def beside_streams(server: Taught, work: Callable[[], Awaitable[None]]) -> list[float]:
     """Milliseconds between the tokens of other streams while `work` goes on."""
     gaps: list[float] = []
     is_done = asyncio.Event()
 
     async def stream(number: int) -> None:
         while not is_done.is_set():
-            times = [
-                at for at, _ in await server.tokens(server.base, f"Tell a long story, {number}.", 64, ignore_eos=True)
-            ]
+            times = [at for at, _ in await server.tokens(BASE, f"Tell a long story, {number}.", 64, ignore_eos=True)]
             gaps.extend(1000 * np.diff(times))
 
     streams = [asyncio.create_task(stream(number)) for number in range(STREAMS)]
@@ -108,7 +105,7 @@ async def beside_streams(server: Server, work: Callable[[], Awaitable[None]]) ->
     return gaps
 
 
-async def measure(server: Server, facts: int) -> dict[str, Any]:
+async def measure(server: Taught, facts: int) -> dict[str, Any]:
     seconds: list[float] = []
     gaps: dict[str, list[float]] = {"teaching": [], "not teaching": []}
     await server.teach("taught", range(FEW))
@@ -172,8 +169,7 @@ def report(found: dict[str, Any]) -> str:
 
 async def run(url: str, facts: int) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        base = (await client.get("/v1/models")).json()["data"][0]["id"]
-        return await measure(Server(client, base), facts)
+        return await measure(Taught(client), facts)
 
 
 def main() -> int:
@@ -184,7 +180,7 @@ def main() -> int:
     args = parser.parse_args()
     model = args.model or model_folder()
     environment = {ADMIN_KEY_VARIABLE: KEY, "VLLM_CPU_KVCACHE_SPACE": "2"}
-    arguments = [str(model), "--dtype", "float32", "--max-model-len", "512", "--served-model-name", "base"]
+    arguments = [str(model), "--dtype", "float32", "--max-model-len", "512", "--served-model-name", BASE]
     with tempfile.TemporaryDirectory() as folder, serving(arguments, Path(folder, "log"), environment) as url:
         found = asyncio.run(run(url, args.facts))
     print(report(found))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,22 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in repr(server)
     with pytest.raises(ServerError, match=r"127\.0\.0\.1:9/v1/memory_bundles cannot be reached") as error:
         server.bundles()
+    assert error.value.status is None
+
+
+@pytest.mark.parametrize("said", [b"", b"no HTTP\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"])
+def test_an_answer_that_breaks_off(said: bytes) -> None:
+    def answer() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as workers:
+        workers.submit(answer)
+        port = listening.getsockname()[1]
+        with pytest.raises(ServerError, match=r"/v1/memory_bundles cannot be reached: .") as error:
+            Server(f"http://127.0.0.1:{port}").bundles()
     assert error.value.status is None
 
 

@@ -5,28 +5,25 @@ A bundle is loaded over InduceKV's own routes, an adapter over vLLM's. Both name
 
 from __future__ import annotations
 
-import asyncio
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import httpx
 
-from benchmarks.chat import messages_of
 from benchmarks.research.continual.answering.offline import OfflineAnswerer
 from benchmarks.research.continual.answering.plans import AnsweringModel, Ask, Plan, plan
 from benchmarks.research.continual.methods import Artifact
 from benchmarks.research.continual.methods.method import Kind
 from benchmarks.research.continual.suites.suite import NEW_TOKENS
-from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
+from selector.client import Server, ServerError, messages_of
 from selector.data.examples import Example
 
 Loadable = Literal["bundle", "adapter"]
-LOAD_ROUTES: Mapping[Loadable, str] = {"bundle": "/v1/load_memory_bundle", "adapter": "/v1/load_lora_adapter"}
 # What an artifact of each kind has to have loaded before it can answer.
 LOADS: Mapping[Kind, Loadable | None] = {
     "none": None,
@@ -56,23 +53,44 @@ class Endpoint:
     def load(self, what: Loadable, path: Path) -> str:
         """A new name under which what lies at `path` answers from now on. Raises EndpointFailed: it was refused."""
         name, place = f"continual-{uuid.uuid4().hex}", str(path.resolve())
-        adapter, bundle = {"lora_name": name, "lora_path": place}, {"name": name, "path": place, "replace": True}
-        self._post(LOAD_ROUTES[what], adapter if what == "adapter" else bundle)
+        if what == "adapter":
+            self._adapter("load", lora_name=name, lora_path=place)
+        else:
+            with failing():
+                server_at(self.url).load(name, place)
         return name
 
     def unload(self, what: Loadable, name: str) -> None:
         """Raises EndpointFailed: it does not answer, or refuses."""
-        field = "lora_name" if what == "adapter" else "name"
-        self._post(LOAD_ROUTES[what].replace("/load_", "/unload_"), {field: name})
+        if what == "adapter":
+            self._adapter("unload", lora_name=name)
+        else:
+            with failing():
+                server_at(self.url).unload(name)
 
-    def _post(self, route: str, body: dict[str, Any]) -> None:
-        headers = {ADMIN_HEADER: os.environ.get(ADMIN_KEY_VARIABLE, "")}
+    def _adapter(self, verb: Literal["load", "unload"], **body: str) -> None:
+        """vLLM's own routes, which answer in plain text."""
+        address = f"{self.url}/v1/{verb}_lora_adapter"
         try:
-            response = httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=SECONDS)
+            response = httpx.post(address, json=body, timeout=SECONDS)
         except httpx.HTTPError as error:
-            raise EndpointFailed(unreachable(self.url, error)) from error
+            raise EndpointFailed(f"{address} does not answer ({type(error).__name__}: {error})") from error
         if response.is_error:
-            raise EndpointFailed(f"{self.url}{route}: {refusal(response)}")
+            said = " ".join(response.text.split())[:500]
+            raise EndpointFailed(f"{address}: HTTP {response.status_code}: {said}")
+
+
+def server_at(url: str) -> Server:
+    return replace(Server.from_environment(url), timeout_s=SECONDS)
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """Raises EndpointFailed for what a server refuses: it ends the run, where an InduceKVError ends one stream."""
+    try:
+        yield
+    except ServerError as error:
+        raise EndpointFailed(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -153,52 +171,26 @@ class HttpModel:
             served = {part: stack.enter_context(self.artifact.loaded(part)) for part in parts}
             untouched = Served(self.untouched.url, self.untouched.model)
             models = [served[ask.adapter] if ask.with_artifact else untouched for ask in asks]
-            return asyncio.run(self._ask_all(asks, models))
+            return self._ask_all(asks, models)
 
-    async def _ask_all(self, asks: Sequence[Ask], models: Sequence[Served]) -> list[str]:
+    def _ask_all(self, asks: Sequence[Ask], models: Sequence[Served]) -> list[str]:
         texts = [ask.answer or "" for ask in asks]
         # Questions of one model go together: a server holds only so many adapters at once.
         rows = sorted((row for row, ask in enumerate(asks) if ask.answer is None), key=lambda row: models[row])
-        waiting = iter(rows)
-
-        async def worker(client: httpx.AsyncClient) -> None:
-            for row in waiting:  # shared by all workers: each takes the next one when it is free
-                texts[row] = await ask_one(client, models[row], asks[row], self.new_tokens)
-
-        transport = httpx.AsyncHTTPTransport(retries=2)  # of connections alone
-        try:
-            async with (
-                httpx.AsyncClient(transport=transport, timeout=SECONDS) as client,
-                asyncio.TaskGroup() as group,
-            ):
-                for _ in range(self.concurrency):
-                    group.create_task(worker(client))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        with ThreadPoolExecutor(self.concurrency) as workers:
+            answers = workers.map(lambda row: ask_one(models[row], asks[row], self.new_tokens), rows)
+            for row, text in zip(rows, answers, strict=True):
+                texts[row] = text
         return texts
 
 
-async def ask_one(client: httpx.AsyncClient, model: Served, ask: Ask, new_tokens: int) -> str:
+def ask_one(model: Served, ask: Ask, new_tokens: int, attempts: int = ATTEMPTS) -> str:
     """The text of the answer. Raises EndpointFailed."""
-    messages = messages_of(ask.conversation)
-    body = {"model": model.name, "messages": messages, "temperature": 0.0, "max_tokens": new_tokens}
-    for left in reversed(range(ATTEMPTS)):
-        try:
-            response = await client.post(f"{model.url}/v1/chat/completions", json=body)
-            break
-        except httpx.HTTPError as error:
-            # A server may close an idle connection just as it is used again; a greedy question can be asked twice.
-            if not (left and isinstance(error, httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError)):
-                raise EndpointFailed(unreachable(model.url, error)) from error
-    if response.is_error:
-        raise EndpointFailed(f"{model.url}: question {ask.example.id!r}: {refusal(response)}")
-    return (response.json()["choices"][0]["message"]["content"] or "").strip()
-
-
-def refusal(response: httpx.Response) -> str:
-    """The status and the beginning of what the server said."""
-    return f"HTTP {response.status_code}: {' '.join(response.text.split())[:500]}"
-
-
-def unreachable(url: str, error: httpx.HTTPError) -> str:
-    return f"{url} does not answer ({type(error).__name__}: {error})"
+    try:
+        answer = server_at(model.url).ask(model.name, messages_of(ask.conversation), max_tokens=new_tokens)
+    except ServerError as error:
+        # A greedy question can be asked twice; a server that takes too long is not asked again.
+        if attempts > 1 and error.status is None and not isinstance(error.__cause__, TimeoutError):
+            return ask_one(model, ask, new_tokens, attempts - 1)
+        raise EndpointFailed(f"question {ask.example.id!r}: {error}") from error
+    return answer.text.strip()

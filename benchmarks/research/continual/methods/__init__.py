@@ -8,23 +8,20 @@ from dataclasses import fields, replace
 from typing import Any, get_args, get_type_hints
 
 from benchmarks.research.continual.methods import paper_memory, refined_memory
-from benchmarks.research.continual.methods.adapt_inf import AdaptInf
 from benchmarks.research.continual.methods.built_memory import Built
 from benchmarks.research.continual.methods.der import DerPlusPlus
 from benchmarks.research.continual.methods.ewc import Ewc
 from benchmarks.research.continual.methods.gated import GatedLoraReplay, GatedTaskLora
-from benchmarks.research.continual.methods.l2p import L2p
 from benchmarks.research.continual.methods.lora import ErReplay, Lora, LoraReplay
 from benchmarks.research.continual.methods.lwf import Lwf
 from benchmarks.research.continual.methods.mas import Mas
 from benchmarks.research.continual.methods.method import Artifact, Kind, Method, RunContext
-from benchmarks.research.continual.methods.mixture import ClMoe, MoeLora
+from benchmarks.research.continual.methods.mixture import MoeLora
 from benchmarks.research.continual.methods.neighbours import KnnCopier, NoMemory, PromptReplay
 from benchmarks.research.continual.methods.paper_memory import Paper
 from benchmarks.research.continual.methods.refined_memory import Refined
 from benchmarks.research.continual.methods.sliced import OLora, RegLora
 from benchmarks.research.continual.methods.smolora import SmoLora
-from benchmarks.research.continual.methods.task_experts import Hide, SmoeStandIn
 from benchmarks.research.continual.named import is_outside, outside
 from inducekv_vllm.errors import ConfigError
 
@@ -42,13 +39,8 @@ METHODS: Mapping[str, Any] = {
         DerPlusPlus(),
         OLora(),
         RegLora(),
-        AdaptInf(),
         MoeLora(),
-        ClMoe(),
         SmoLora(),
-        Hide(),
-        SmoeStandIn(),
-        L2p(),
         GatedLoraReplay(),
         GatedTaskLora(),
         KnnCopier(),

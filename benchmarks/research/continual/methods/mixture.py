@@ -1,10 +1,9 @@
-"""Mixtures of low-rank experts in the linear layers of the language model: MoELoRA of CoIN, and CL-MoE.
+"""A mixture of low-rank experts in every linear layer of the language model: MoELoRA of CoIN.
 
     y = W x + scale sum_e w_e(x) B_e A_e x,   w(x) = softmax(R x) over all experts, for each token
 
-Experts and routers train on one task after the other (Chen et al., 2024, "CoIN"; nothing balances them). CL-MoE (Huai
-et al., 2025) merges the experts after each task with those before it. Together they take the bytes of the other
-adapters. vLLM serves no such layers, so answers come from this process.
+Experts and routers train on one task after the other (Chen et al., 2024, "CoIN"; nothing balances them). Together they
+take the bytes of the other adapters. vLLM serves no such layers, so answers come from this process.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, TypeVar
 
 import safetensors.torch
 import torch
@@ -48,13 +47,10 @@ class Mixture(nn.Module):
         self.router = nn.Parameter(torch.empty(experts, layer.in_features))
         for matrix in (self.down, self.router):
             nn.init.kaiming_uniform_(matrix, a=5**0.5)
-        self.chosen = torch.zeros(experts)  # how often an expert was among the two most probable, in training
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., out] from x [..., in]."""
         weights = (x.float() @ self.router.T.float()).softmax(dim=-1)  # [..., E]
-        if self.training:
-            self.chosen += weights.detach().topk(2).indices.flatten().bincount(minlength=len(self.chosen))
         inner = torch.einsum("...i,eki->...ek", x, self.down.to(x)) * weights[..., None].to(x)
         y: Tensor = self.layer(x)
         return y + SCALE * torch.einsum("...ek,eok->...o", inner, self.up.to(x))
@@ -116,25 +112,19 @@ class MoeLora:
         rank = self.rank_for(backbone, allowed)
         torch.manual_seed(context.seed)
         mixtures, scorer = self.put_in(backbone, rank)
-        before = None if previous is None else safetensors.torch.load_file(previous / FILE)
-        if before is not None:
-            assign(mixtures, before)
+        if previous is not None:
+            assign(mixtures, safetensors.torch.load_file(previous / FILE))
         parameters = [getattr(mixture, part) for mixture in mixtures.values() for part in mixture.parts]
         began = time.monotonic()
         fit = Fit(
             *(scorer, parameters, task.train, (), self.batch_size),
             *((context.seed, context.number), self.precision == "bfloat16"),
         )
-        for mixture in mixtures.values():
-            mixture.train()  # counts what its tokens choose
-        history = fit.run(self.learning_rate, self.steps)
-        backbone.model.eval()
         report = {
             "rank_of_an_expert": rank,
             "bytes_allowed": allowed,
             "compute": {"steps": self.steps, "batch_size": self.batch_size},
-            "history": history,
-            **self.merge(mixtures, before, previous, out),
+            "history": fit.run(self.learning_rate, self.steps),
             "validation_nll": fit.mean_loss(task.validation),
             "validation_accuracy": fit.accuracy(task.validation),
         }
@@ -165,45 +155,3 @@ class MoeLora:
     def metadata(self) -> dict[str, str]:
         """Written into the file beside the tensors."""
         return {}
-
-    def merge(
-        self, mixtures: Mapping[str, Mixture], before: Tensors | None, previous: Path | None, out: Path
-    ) -> dict[str, Any]:
-        """Changes the experts after a task, given those before it; returns what to report."""
-        return {}
-
-
-CHOSEN = "chosen.safetensors"
-
-
-@dataclass(frozen=True)
-class ClMoe(MoeLora):
-    """CL-MoE: after each task the experts are merged with those before it, by which of them the tasks use.
-
-    An expert is a task's if it is among the `top` that its tokens choose most. Those of earlier tasks alone become
-    0.3 old + 0.7 new, all others 0.7 old + 0.3 new, as in the published code (the other way round would protect them).
-    `released` reproduces the released merge, which compares names that never occur and changes nothing.
-    """
-
-    name: str = "cl_moe"
-    experts: int = 4
-    top: int = 2
-    merging: Literal["described", "released"] = "described"
-
-    def merge(
-        self, mixtures: Mapping[str, Mixture], before: Tensors | None, previous: Path | None, out: Path
-    ) -> dict[str, Any]:
-        counts = torch.stack([mixture.chosen for mixture in mixtures.values()]).sum(0)  # [E]
-        own = torch.zeros(self.experts, dtype=torch.bool)
-        own[counts.topk(min(self.top, self.experts)).indices] = True
-        earlier = torch.zeros_like(own)
-        if previous is not None:
-            earlier = safetensors.torch.load_file(previous / CHOSEN)["used"]
-        replace_file(out / CHOSEN, safetensors.torch.save({"used": own | earlier}))
-        if before is not None and self.merging == "described":
-            keep = torch.where(earlier & ~own, 0.3, 0.7)[:, None, None]  # of the old
-            for name, mixture in mixtures.items():
-                for part in ("down", "up"):
-                    matrix, old = getattr(mixture, part), before[f"{name}.{part}"].float()
-                    matrix.data = keep * old + (1 - keep) * matrix.data
-        return {"experts_of_the_task": own.nonzero().flatten().tolist()}

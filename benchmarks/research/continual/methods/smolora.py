@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import safetensors
 import safetensors.torch
@@ -22,11 +22,19 @@ from torch import Tensor, nn
 
 from benchmarks.lora_adapter import linear_layers
 from benchmarks.research.continual.methods.mixture import SCALE, Mixture, MoeLora, assign, put_in
-from benchmarks.research.continual.methods.prompts import PromptHook, WholePrompts, mean_of, text_tokens
-from selector.backbone.model import Backbone, Inputs
+from inducekv_vllm.backbone.placeholders import placeholder_ids
+from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
+from selector.data.examples import Example
 
 Routing = Literal["trained", "released"]
+
+
+class WholePrompts(Scorer):
+    """Runs the whole model at every step: what is chosen for a prompt does not reach the tails of examples."""
+
+    def _has_tails(self, example: Example, first_active: int) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -37,13 +45,39 @@ class Prompted:
     tokens: Tensor  # [n, T] bool, which are no padding
 
 
+class PromptHook:
+    """Looks at each batch of prompts as it enters the model, and keeps what routers know of it for their answers."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.prompts: Prompted | None = None
+        self.decoding = False  # a step of a generation, after its prompts
+        backbone.model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        self.decoding = cache is not None and cache.get_seq_length() > 0
+        if self.decoding:
+            return
+        ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")  # [n, T]
+        tokens = torch.ones_like(ids).bool() if mask is None else mask.bool()  # generation leaves out one without zeros
+        pictures = torch.tensor(sorted(placeholder_ids(model.config)), dtype=ids.dtype, device=ids.device)
+        embeddings = model.get_input_embeddings()(ids).detach()
+        self.prompts = Prompted(mean_of(embeddings, tokens & ~torch.isin(ids, pictures)), tokens)
+
+
+def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
+    """The mean of the chosen tokens, [n, d] float32 of values [n, T, d] and chosen [n, T]; 0 of none."""
+    weights = chosen.float()[:, :, None]
+    return (values.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
+
+
 class Halves(Mixture):
     """A linear layer with E experts of rank k; the first E / 2 are chosen by the layer's tokens, the others by text."""
 
     parts: ClassVar = ("down", "up", "router", "reading", "mixing")
 
     def __init__(
-        self, layer: nn.Linear, experts: int, rank: int, hidden_size: int, hook: PromptHook[Prompted], routing: Routing
+        self, layer: nn.Linear, experts: int, rank: int, hidden_size: int, hook: PromptHook, routing: Routing
     ) -> None:
         super().__init__(layer, experts, rank)
         half = experts // 2
@@ -58,7 +92,7 @@ class Halves(Mixture):
     def forward(self, x: Tensor) -> Tensor:
         """[n, T, out] from x [n, T, in]."""
         if not self.hook.decoding or self._of_prompts is None:
-            prompts = self.hook.decided
+            prompts = self.hook.prompts
             assert prompts is not None, "a layer ran outside of its model"
             seen = mean_of(x, prompts.tokens) @ self.router.T.float()
             self._of_prompts = self.first(seen), self.first(prompts.text @ self.reading.T.float())  # [n, E / 2] each
@@ -74,14 +108,6 @@ class Halves(Mixture):
         return one if self.routing == "released" else one * logits.softmax(1)
 
 
-def hook_of(backbone: Backbone) -> PromptHook[Prompted]:
-    def decide(inputs: Inputs) -> Prompted:
-        embeddings = backbone.model.get_input_embeddings().forward(inputs["input_ids"]).detach()
-        return Prompted(mean_of(embeddings, text_tokens(backbone, inputs)), inputs["attention_mask"].bool())
-
-    return PromptHook(backbone, decide)
-
-
 @dataclass(frozen=True)
 class SmoLora(MoeLora):
     """Both halves of the experts over the stream, with nothing else against forgetting."""
@@ -91,7 +117,7 @@ class SmoLora(MoeLora):
     routing: Routing = "trained"
 
     def put_in(self, backbone: Backbone, rank: int) -> tuple[Mapping[str, Mixture], Scorer]:
-        hook, names = hook_of(backbone), linear_layers(backbone, self.modules)
+        hook, names = PromptHook(backbone), linear_layers(backbone, self.modules)
         sizes = self.experts, rank, backbone.hidden_size
         halves = put_in(backbone, names, lambda _, layer: Halves(layer, *sizes, hook, self.routing))
         return halves, WholePrompts(backbone)
@@ -106,7 +132,7 @@ class SmoLora(MoeLora):
 def attach(backbone: Backbone, path: Path) -> None:
     with safetensors.safe_open(str(path), framework="pt") as file:
         routing: Routing = file.metadata()["routing"]
-    tensors, hook = safetensors.torch.load_file(path), hook_of(backbone)
+    tensors, hook = safetensors.torch.load_file(path), PromptHook(backbone)
     names = sorted({name.rpartition(".")[0] for name in tensors})
     experts, rank, _ = tensors[f"{names[0]}.down"].shape
     sizes = experts, rank, backbone.hidden_size

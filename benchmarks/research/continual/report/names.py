@@ -27,13 +27,8 @@ TITLES: Mapping[str, str] = {
     "der_plus_plus": "DER++",
     "o_lora": "O-LoRA",
     "reg_lora": "RegLoRA",
-    "adapt_inf": "Adapt-infinity's selection",
     "moe_lora": "MoELoRA",
-    "cl_moe": "CL-MoE",
     "smolora": "SMoLoRA",
-    "hide": "HiDe-LLaVA",
-    "smoe_stand_in": "SMoE (stand-in)",
-    "l2p": "L2P",
     "prompt_replay": "PromptReplay",
     "knn_copier": "nearest-neighbour copier",
 }
