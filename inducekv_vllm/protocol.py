@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from vllm.lora.request import LoRARequest
 
-from .facts import Answers, FactsFound
+from .facts import FactFound, FactMissed
 from .gate import Closed
 
 EXTRA_ARGS_KEY = "inducekv"
@@ -148,7 +148,8 @@ class Decision:
     seconds: float = 0.0  # the time that gate and index took
     valid_until: float | None = None  # in seconds since the epoch: an entry expires then
     same_pass: bool = False  # the prompt's forward pass went on with what is decided; without it, the request goes back
-    facts: FactsFound | None = None  # beside any outcome but an error
+    fact: FactFound | None = None  # beside any outcome but an error
+    missed: FactMissed | None = None  # the nearest one, if none was found
     picture: str | None = None  # the packed state of the prompt's pictures, if that is all that was asked for
 
     @property
@@ -177,6 +178,11 @@ class Decision:
         return self.injection is not None and self.injection.remainder
 
     @property
+    def answer(self) -> tuple[int, ...] | None:
+        """The tokens that the request says, as they are stored."""
+        return None if self.fact is None or self.fact.withheld is not None else self.fact.token_ids
+
+    @property
     def closed(self) -> Closed | None:
         """Why the gate is closed."""
         return self.outcome.closed if isinstance(self.outcome, Untouched) else None
@@ -200,13 +206,12 @@ class Decision:
             return self.outcome.first_active
         if isinstance(self.outcome, TaskAdapter):
             return 0
-        return None if self.facts is None else prompt_tokens - 1
+        return None if self.answer is None else prompt_tokens - 1
 
     def start(self, prompt_tokens: int, media: Sequence[Any] | None = None) -> Start:
         """What the request goes on with. Arguments as for `redo_from` and `Start`."""
         changes = None if isinstance(self.outcome, Untouched | Failed) else self.outcome
-        answers = None if self.facts is None else self.facts.answers
-        return Start(self.redo_from(prompt_tokens), changes, answers, media)
+        return Start(self.redo_from(prompt_tokens), changes, self.answer, media)
 
     def pack(self) -> str:
         """As one string, which costs an output little: it is packed once, and copied."""
@@ -215,13 +220,14 @@ class Decision:
     @classmethod
     def unpack(cls, packed: str) -> Decision:
         raw = json.loads(packed)
-        margins, facts = raw["margins"], raw["facts"]
+        margins, fact, missed = raw["margins"], raw["fact"], raw["missed"]
         return cls(
             **{
                 **raw,
                 "outcome": _parse_outcome(raw["outcome"]),
                 "margins": None if margins is None else tuple(margins),
-                "facts": None if facts is None else FactsFound.parse(facts),
+                "fact": None if fact is None else FactFound.parse(fact),
+                "missed": None if missed is None else FactMissed.parse(missed),
             }
         )
 
@@ -245,7 +251,7 @@ class Start:
 
     redo_from: int | None = None  # the first prompt token that is computed again, if the request was computed before
     changes: InjectionSpec | TaskAdapter | None = None
-    answers: Answers | None = None
+    answer: tuple[int, ...] | None = None  # what it says, in tokens
     media: Sequence[Any] | None = None  # vLLM's features of the prompt, if the worker has to have their data again
 
     @property

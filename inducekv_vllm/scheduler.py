@@ -37,6 +37,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from .forbidden import permitted
 from .protocol import DECISIONS, STARTS, BlockKey, DecideSpec, Decision, Start, parse_spec
 from .vllm_seams.config import InduceKVConfig
 
@@ -101,7 +102,8 @@ class _MemoryRequests(Scheduler):
         asked = self.asked[request.request_id] = _Asked(spec, _identity(request, spec))
         known = self.known.get(asked.identity)
         if known is not None and (known.valid_until is None or time.time() < known.valid_until):
-            asked.decision = replace(known, source="cached", seconds=0.0, same_pass=False)
+            known = replace(known, source="cached", seconds=0.0, same_pass=False)
+            asked.decision = permitted(known, request.sampling_params)
             asked.start = asked.decision.start(request.num_prompt_tokens)
             self._take_blocks(request, asked.start)
         else:
@@ -158,14 +160,14 @@ class _MemoryRequests(Scheduler):
             return None
         request.next_decode_eligible_step = 0
         request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()
-        asked.decision = decision
+        asked.decision = permitted(decision, request.sampling_params)
         if decision.error is not None:
             self._drop_token(asked, request_id, output)
             self.encoder_cache_mismatch_reqs.add(request_id)  # vLLM ends these with an error
             return None
         if self.known.maxsize:
             self.known[asked.identity] = decision
-        start = decision.start(request.num_prompt_tokens, request.mm_features if asked.lacks_media else None)
+        start = asked.decision.start(request.num_prompt_tokens, request.mm_features if asked.lacks_media else None)
         if decision.same_pass:
             self._take_blocks(request, start)
         if start.redo_from is None:

@@ -8,16 +8,17 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from .backbone.stored_facts import FactReader, question_index
+from .backbone.stored_facts import FactReader
 from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
 from .bundle.metadata import MAX_ID, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import asked_words, fit_threshold, words_of
+from .facts import has_words, same_words
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
 RECIPE: Final = "teach"
+ROUTE: Final = "/examples/"  # stands between a bundle's name and a fact's id in paths of HTTP
 WhenFull = Literal["forget", "refuse"]
 
 
@@ -28,14 +29,17 @@ def fact_of(
     id: str | None = None,
     expires_at: datetime | None = None,
     picture: str | None = None,
+    also: Sequence[str] = (),
 ) -> FactRecord:
     """A new fact. Without an id it gets one that follows from its question and task.
 
     Args:
+        also: other wordings of the question, of at most 100 bytes each.
         picture: the state of the question's pictures, as `inducekv_vllm.facts.packed` gives it; None without any.
 
     Raises:
-        TaskDataError: an id, task, question or answer is empty, an id is too long, or `picture` is no state.
+        TaskDataError: an id, task, question, answer or wording is empty, an id or a wording is too long, there are too
+            many wordings, or `picture` is no state.
     """
     pictures = [] if picture is None else [picture.encode()]
     digest = source_digest_of([{"role": "user", "content": [{"type": "text", "text": question}]}], pictures)
@@ -49,6 +53,7 @@ def fact_of(
             question=question,
             answer=answer,
             picture=picture,
+            also=tuple(also),
         )
     except ValidationError as error:
         raise TaskDataError(f"example {id or question!r:.100}: {first_problem(error)}") from error
@@ -74,15 +79,16 @@ def taught(
         last_used: by id of a fact, when it last answered, in seconds since the epoch.
 
     Raises:
-        TaskDataError: a fact has a question without words, an id that occurs twice, or an answer that is longer than
-            the model's context.
+        TaskDataError: a fact has a question or a wording without words, or a wording that another fact's question has;
+            an answer that is blank, or longer than the model's context; a chat template's marks in any of them; an id
+            that occurs twice, or that a route could not name; or it has expired.
         BundleError: an id is an entry's.
         CapacityError: they take more bytes, and none may be forgotten or too few can.
     """
-    _check(facts, reader)
     new = {fact.id for fact in facts}
     earlier = bundle.metadata.facts if bundle is not None else ()
     kept = [fact for fact in earlier if fact.id not in new]
+    _check(facts, kept, reader)
     settings = bundle.metadata.settings if bundle is not None else {}
     budget = budget_bytes or settings.get("budget_bytes", DEFAULT_BUDGET_BYTES)
     used = stored_bytes(bundle, [*kept, *facts])
@@ -93,9 +99,7 @@ def taught(
             f"with {len(facts)} more facts the bundle has {used} bytes, and its budget is {budget}: forget some of its "
             f"{len(kept)} facts, or give a larger budget_bytes"
         )
-    stay = {fact.id for fact in kept}
-    changed = {fact.task for fact in facts} | {fact.task for fact in earlier if fact.id not in stay}
-    return _with_facts(bundle, [*kept, *facts], changed, reader, {**settings, "budget_bytes": budget})
+    return _with_facts(bundle, [*kept, *facts], reader, {**settings, "budget_bytes": budget})
 
 
 def _lately_used(
@@ -128,8 +132,7 @@ def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundl
     kept = [fact for fact in facts if fact.id not in ids]
     if not kept and not bundle.num_entries and not bundle.metadata.task_adapters:
         raise BundleError(f"all {len(facts)} facts would be forgotten, and a bundle needs one: unload it instead")
-    changed = {fact.task for fact in facts if fact.id in ids}
-    return _with_facts(bundle, kept, changed, reader, bundle.metadata.settings)
+    return _with_facts(bundle, kept, reader, bundle.metadata.settings)
 
 
 def dropped(before: Bundle | None, after: Bundle) -> list[str]:
@@ -148,48 +151,62 @@ def _bytes_of(fact: FactRecord) -> int:
     return len(fact.model_dump_json().encode())
 
 
-def _check(facts: Sequence[FactRecord], reader: FactReader) -> None:
-    seen = set[str]()
+def _check(facts: Sequence[FactRecord], earlier: Sequence[FactRecord], reader: FactReader) -> None:
+    seen, now = set[str](), datetime.now(UTC)
     for fact in facts:
         if fact.id in seen:
             raise TaskDataError(f"example {fact.id!r} occurs more than once")
         seen.add(fact.id)
-        if not words_of(fact.question):
-            raise TaskDataError(f"example {fact.id!r}: expected a question with words, found {fact.question!r:.100}")
-        length = len(reader.answer(fact.answer))
-        if reader.context is not None and length >= reader.context:
-            raise TaskDataError(
-                f"example {fact.id!r}: its answer has {length} tokens, the model's context holds {reader.context}"
-            )
+        if ROUTE in fact.id:
+            raise TaskDataError(f"example {fact.id!r}: an id cannot have {ROUTE!r} in it, which routes have")
+        if fact.has_expired(now):
+            raise TaskDataError(f"example {fact.id!r}: it has expired at {fact.expires_at}")
+        _check_texts(fact, reader)
+    _check_wordings([*earlier, *facts])
+
+
+def _check_texts(fact: FactRecord, reader: FactReader) -> None:
+    for text in (fact.question, *fact.also):
+        if not has_words(text):
+            raise TaskDataError(f"example {fact.id!r}: expected a question with words, found {text!r:.100}")
+    if not fact.answer.strip():
+        raise TaskDataError(f"example {fact.id!r}: expected an answer, found {fact.answer!r:.100}")
+    for text in (fact.question, fact.answer, *fact.also):
+        if (mark := reader.mark_in(text)) is not None:
+            raise TaskDataError(f"example {fact.id!r}: {text!r:.100} has {mark!r}, which marks turns of a conversation")
+    length = len(reader.answer(fact.answer))
+    if reader.context is not None and length >= reader.context:
+        raise TaskDataError(
+            f"example {fact.id!r}: its answer has {length} tokens, the model's context holds {reader.context}"
+        )
+
+
+def _check_wordings(facts: Sequence[FactRecord]) -> None:
+    """A wording asks for one fact."""
+    asked = {_asked(fact, fact.question): fact.id for fact in facts}  # of equal questions the newest counts
+    for fact in facts:
+        for wording in fact.also:
+            other = asked.setdefault(_asked(fact, wording), fact.id)
+            if other != fact.id:
+                raise TaskDataError(f"example {fact.id!r}: its wording {wording!r} asks for example {other!r}")
+
+
+def _asked(fact: FactRecord, question: str) -> tuple[str, tuple[str, ...], str | None]:
+    """Questions with the same are one question."""
+    return fact.task, same_words(question), fact.picture
 
 
 def _with_facts(
-    bundle: Bundle | None,
-    facts: Sequence[FactRecord],
-    changed: Collection[str],
-    reader: FactReader,
-    settings: dict[str, Any],
+    bundle: Bundle | None, facts: Sequence[FactRecord], reader: FactReader, settings: dict[str, Any]
 ) -> Bundle:
-    """Thresholds are fitted again for the tasks that have changed."""
-    before = bundle.metadata.fact_thresholds if bundle is not None else {}
-    tasks = dict.fromkeys(fact.task for fact in facts)
-    thresholds = {
-        task: before[task] if task in before and task not in changed else _threshold(facts, task, reader)
-        for task in tasks
-    }
-    changes = {"facts": tuple(facts), "fact_thresholds": thresholds, "settings": settings}
+    changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings}
     if bundle is None:
-        return bundle_without_entries(reader.model, recipe=RECIPE, **changes)
+        return bundle_without_entries(reader.model, recipe=RECIPE, facts=tuple(facts), settings=settings)
     return with_metadata(bundle, **changes, parent_digest=bundle.digest)
-
-
-def _threshold(facts: Sequence[FactRecord], task: str, reader: FactReader) -> float:
-    index, _ = question_index(facts, task, reader.vectors)
-    return fit_threshold(index)
 
 
 def replaced_by(facts: Sequence[FactRecord]) -> dict[str, str]:
     """The facts that do not count, because a newer one of the task has the same question: id to id."""
-    asked = {fact.id: (fact.task, asked_words(fact.question, fact.picture)) for fact in facts}
+    asked = {fact.id: _asked(fact, fact.question) for fact in facts}
     newest = {question: id for id, question in asked.items()}
     return {id: newest[question] for id, question in asked.items() if newest[question] != id}

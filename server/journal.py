@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from inducekv_vllm.frontend.trace import describe_facts, describe_gate
+from inducekv_vllm.frontend.trace import describe_facts, describe_gate, describe_missed
 from inducekv_vllm.protocol import Decision
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
@@ -67,9 +67,13 @@ class Journal:
         """Keep for the page what a request is answered with, as it begins."""
         if self.latest is None:
             return
-        gate, facts = describe_gate(memory, decision), [fact["id"] for fact in describe_facts(memory, decision)]
+        gate, found = describe_gate(memory, decision), describe_facts(memory, decision)
+        facts = [fact["id"] for fact in found if fact["withheld"] is None]
         now = datetime.now(UTC)
-        self.latest.appendleft({"at": now, "bundle": name, "digest": memory.digest, "gate": gate, "facts": facts})
+        missed = describe_missed(memory, decision)
+        self.latest.appendleft(
+            {"at": now, "bundle": name, "digest": memory.digest, "gate": gate, "facts": facts, "missed": missed}
+        )
 
     async def record_answer(self, request_id: str, owner: str, trace: Mapping[str, Any]) -> None:
         """Record an answer that is about to begin.
@@ -87,14 +91,17 @@ class Journal:
             "name": trace["bundle"],
             "digest": trace["digest"],
             "task": trace["gate"] and trace["gate"]["task"],
-            "entries": {entry["id"]: entry["weight"] for entry in (*trace["entries"], *trace["facts"])},
+            "entries": {
+                **{entry["id"]: entry["weight"] for entry in trace["entries"]},
+                **{fact["id"]: 1.0 for fact in trace["facts"] if fact["withheld"] is None},
+            },
         }
         await asyncio.to_thread(self._state.note, "answer", details)
 
-    def note_facts(self, name: str, facts: Sequence[str]) -> None:
+    def note_fact(self, name: str, fact: str) -> None:
         """Facts are about to answer. It is written down once a minute, and before a name is taught more."""
         now = time.time()
-        self._uses.update(dict.fromkeys(((name, fact) for fact in facts), now))
+        self._uses[name, fact] = now
         if now - self._noted_at >= NOTED_S:
             self._noted_at = now
             self._noting = asyncio.get_running_loop().create_task(self._note_uses())

@@ -22,6 +22,7 @@ from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
 from inducekv_vllm.frontend.memory_engine import Lease, MemoryRequest
 from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.teaching import ROUTE
 from inducekv_vllm.vllm_seams.requirements import groups_adapters
 
 from .metrics import RegistryMetrics
@@ -210,6 +211,8 @@ class Names:
                 f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a "
                 f"digit; found {name!r}"
             )
+        if ROUTE in f"/{name}/":
+            raise ConfigError(f"the name {name!r} is taken: routes have {ROUTE!r} between a name and a fact's id")
         if name.lower() in PART_KINDS:
             raise ConfigError(f"the name {name!r} is taken: vLLM reads it as a kind of message content")
         if PIN.fullmatch(name):

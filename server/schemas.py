@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from inducekv_vllm.bundle.metadata import MAX_WORDING_BYTES, MAX_WORDINGS
 from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK, WhenFull
 
 from .changes import Change
@@ -97,6 +98,14 @@ Messages = Annotated[
         max_length=2,
     ),
 ]
+Wordings = Annotated[
+    list[str],
+    Field(
+        description=f"Other wordings of the question, at most {MAX_WORDING_BYTES} bytes each.",
+        examples=[["How is Lima abbreviated?"]],
+        max_length=MAX_WORDINGS,
+    ),
+]
 Answer = Annotated[str, Field(description="What the model shall say.", examples=["LIM"], min_length=1)]
 TaskName = Annotated[
     str,
@@ -124,6 +133,7 @@ class TaughtExample(BaseModel):
     task: TaskName = DEFAULT_TASK
     messages: Messages
     answer: Answer
+    also: Wordings = []
     expires_at: datetime | None = Field(default=None, description="When it is not used any more, in UTC.")
 
 
@@ -154,13 +164,14 @@ class CorrectExampleRequest(BaseModel):
 
     messages: Messages | None = None
     answer: Answer | None = None
+    also: Wordings | None = Field(default=None, description="Wordings to add to those that it has.")
     expires_at: datetime | None = Field(default=None, description="When it is not used any more, in UTC.")
     expected_digest: ExpectedDigest = None
 
     @model_validator(mode="after")
     def _changes_something(self) -> Self:
-        if self.messages is None and self.answer is None and self.expires_at is None:
-            raise ValueError("nothing to correct: expected messages, answer or expires_at, found none of them")
+        if self.messages is None and self.answer is None and not self.also and self.expires_at is None:
+            raise ValueError("nothing to correct: expected messages, answer, also or expires_at, found none of them")
         return self
 
 
@@ -172,6 +183,9 @@ class TaughtBundle(BaseModel):
     digest: str = Field(description="SHA-256 of the bundle's content, in hexadecimal.", examples=[DIGEST])
     ids: list[str] = Field(description="Of the examples that were taught, corrected or forgotten.")
     forgotten: list[str] = Field(default=[], description="Ids of earlier examples that had to go, in a full bundle.")
+    superseded: list[str] = Field(
+        default=[], description="Ids of examples that do not count any more: one of these has the same question."
+    )
     facts: int = Field(description="Facts of the bundle now.")
 
 
@@ -182,6 +196,7 @@ class MemoryExample(BaseModel):
     task: str
     question: str | None = Field(description="Shown to the admin only.")
     answer: str | None = Field(description="Shown to the admin only.")
+    also: list[str] | None = Field(description="Other wordings of the question. Shown to the admin only.")
     source_digest: str = Field(description="SHA-256 of the question, in hexadecimal.")
     created_at: datetime | None
     expires_at: datetime | None

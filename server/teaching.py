@@ -20,6 +20,7 @@ from inducekv_vllm.teaching import dropped, fact_of, forgotten, replaced_by, tau
 
 from .bodies import MemoryRoute
 from .changes import Change
+from .registry import ChangedFacts
 from .requests import (
     CHANGE_ERRORS,
     NO_PATH,
@@ -35,7 +36,6 @@ from .requests import (
 from .schemas import (
     CorrectExampleRequest,
     ExampleMessage,
-    MemoryBundleCard,
     MemoryExample,
     MemoryExampleList,
     TaughtBundle,
@@ -68,7 +68,7 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
 
     changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
     gone = dropped(changed.before, changed.after)
-    return _answer(changed.card, [fact.id for fact in facts], gone)
+    return _answer(changed, [fact.id for fact in facts], gone)
 
 
 @router.get(
@@ -104,7 +104,7 @@ async def examples(
 async def correct(
     name: Name, example_id: ExampleId, body: CorrectExampleRequest, request: Request, admin: Admin
 ) -> TaughtBundle:
-    """Give a fact another answer, question or date: it counts as the newest one then."""
+    """Give a fact another answer, question or date, or more wordings: it counts as the newest one then."""
     registry = registry_of(request)
     registry.metadata(name)
     asked = None
@@ -112,7 +112,7 @@ async def correct(
         asked = await _asked(body.messages, example_id, request.app.state.inducekv_engine)
     make = partial(_corrected, example_id=example_id, asked=asked, body=body)
     changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
-    return _answer(changed.card, [example_id])
+    return _answer(changed, [example_id])
 
 
 @router.delete(
@@ -127,7 +127,7 @@ async def forget(
     registry = registry_of(request)
     make = partial(_without, example_id=example_id)
     changed = await registry.change_facts(Change.FORGET_FACTS, name, make, expected_digest=expected_digest, who=admin)
-    return _answer(changed.card, [example_id])
+    return _answer(changed, [example_id])
 
 
 def _corrected(
@@ -139,7 +139,8 @@ def _corrected(
     old = known[example_id]
     question, picture = asked or (old.question, old.picture)
     expiry = body.expires_at or old.expires_at
-    new = fact_of(question, body.answer or old.answer, old.task, example_id, expiry, picture)
+    also = list(dict.fromkeys([*old.also, *(body.also or ())]))
+    new = fact_of(question, body.answer or old.answer, old.task, example_id, expiry, picture, also)
     return taught(bundle, [new], reader, when_full="refuse")
 
 
@@ -154,7 +155,7 @@ async def _facts(examples: Sequence[TaughtExample], engine: MemoryEngine) -> lis
     async def fact(place: int) -> FactRecord:
         example = examples[place]
         question, picture = await _asked(example.messages, example.id or f"number {place + 1}", engine)
-        return fact_of(question, example.answer, example.task, example.id, example.expires_at, picture)
+        return fact_of(question, example.answer, example.task, example.id, example.expires_at, picture, example.also)
 
     facts: list[FactRecord] = []
     while len(facts) < len(examples):
@@ -195,6 +196,7 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
         task=fact.task,
         question=fact.question if is_admin else None,
         answer=fact.answer if is_admin else None,
+        also=list(fact.also) if is_admin else None,
         source_digest=fact.source_digest,
         created_at=fact.created_at,
         expires_at=fact.expires_at,
@@ -203,5 +205,14 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
     )
 
 
-def _answer(card: MemoryBundleCard, ids: Sequence[str], gone: Sequence[str] = ()) -> TaughtBundle:
-    return TaughtBundle(name=card.name, digest=card.digest, ids=list(ids), forgotten=list(gone), facts=card.facts)
+def _answer(changed: ChangedFacts, ids: Sequence[str], gone: Sequence[str] = ()) -> TaughtBundle:
+    card = changed.card
+    superseded = [old for old, new in replaced_by(changed.after.metadata.facts).items() if new in ids]
+    return TaughtBundle(
+        name=card.name,
+        digest=card.digest,
+        ids=list(ids),
+        forgotten=list(gone),
+        superseded=superseded,
+        facts=card.facts,
+    )

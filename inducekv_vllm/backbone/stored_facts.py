@@ -1,31 +1,29 @@
 """The facts of a bundle for one model: what finds them in its prompts, and their answers in its tokens.
 
-Shapes: N facts, T prompt tokens, F = J D features of a picture's state.
+Shapes: T prompt tokens, F = J D features of a picture's state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import numpy.typing as npt
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..bundle import BackboneFingerprint, BundleMetadata, FactRecord
-from ..facts import FactsFound, PictureVectors, QuestionIndex, Vectors, answers_of, asked_words, packed
+from ..facts import SAME, Comparison, FactFound, FactMissed, PictureIndex, QuestionIndex
 from ..gate import TurnMarks, deciding_tokens
-from ..retrieval.entry_terms import FloatArray, IntArray
+from ..retrieval.entry_terms import FloatArray
 from .checkpoints import load_config, load_tokenizer
 from .fingerprint import fingerprint_of
 from .placeholders import placeholder_ids
-from .turns import answer_tokens, turn_marks
+from .turns import answer_mark, answer_tokens, turn_marks
 from .weights import weights_digest
-from .word_vectors import WordVectors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,12 +32,21 @@ CACHED_ANSWERS: Final = 4096
 
 
 @dataclass(frozen=True)
+class AskedQuestion:
+    """What a prompt asks."""
+
+    text: str
+    has_media: bool
+    begun: str  # the answer, as far as the request has begun it itself
+
+
+@dataclass(frozen=True)
 class FactReader:
     """How a model's prompts are read, and its answers written."""
 
     tokenizer: PreTrainedTokenizerBase
-    vectors: Vectors
     marks: TurnMarks
+    answer_mark: tuple[int, ...]  # between a question and its answer
     placeholders: Collection[int]  # the ids of tokens that stand for media
     model: BackboneFingerprint
     context: int | None  # tokens that the model takes; None: not known
@@ -62,14 +69,13 @@ class FactReader:
             context: tokens that the model is served with (default: those that it takes).
 
         Raises:
-            UnsupportedModel: it has no tokenizer, or no input embeddings in a safetensors file.
+            UnsupportedModel: it has no tokenizer.
         """
         config, _ = load_config(model, revision)
         tokenizer = load_tokenizer(model, revision)
-        vectors = WordVectors.of(tokenizer, model, revision, cache)
         if fingerprint is None:
             fingerprint = fingerprint_of(config, tokenizer, weights_digest(model, revision, cache))
-        return cls.made(config, tokenizer, vectors, fingerprint, context)
+        return cls.made(config, tokenizer, fingerprint, context)
 
     @classmethod
     def of_engine(cls, config: VllmConfig, fingerprint: BackboneFingerprint) -> FactReader:
@@ -79,41 +85,40 @@ class FactReader:
 
     @classmethod
     def made(
-        cls,
-        config: PretrainedConfig,
-        processor: Any,
-        vectors: Vectors,
-        fingerprint: BackboneFingerprint,
-        context: int | None = None,
+        cls, config: PretrainedConfig, processor: Any, fingerprint: BackboneFingerprint, context: int | None = None
     ) -> FactReader:
         """From a model's configuration and its processor, or its tokenizer; `context` as for `of`."""
         context = context or getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         tokenizer = getattr(processor, "tokenizer", processor)
-        return cls(tokenizer, vectors, turn_marks(processor), placeholder_ids(config), fingerprint, context)
+        return cls(
+            tokenizer, turn_marks(processor), answer_mark(processor), placeholder_ids(config), fingerprint, context
+        )
 
-    def question(self, token_ids: Sequence[int], picture: FloatArray | None = None) -> tuple[str, ...] | None:
-        """The words of the question that a prompt [T] asks; None if it has media whose state is not known.
-
-        Args:
-            picture: [F], the state of its media (`inducekv_vllm.facts.pictures`).
-        """
+    def question(self, token_ids: Sequence[int]) -> AskedQuestion:
+        """What a prompt [T] asks."""
         deciding = deciding_tokens(token_ids, self.marks, self.placeholders)
-        if deciding.media and picture is None:
-            return None
-        text = str(self.tokenizer.decode([token_ids[at] for at in deciding.text], skip_special_tokens=True))
-        return asked_words(text, None if picture is None else packed(picture))
+        behind = tuple(token_ids[deciding.text[-1] + 1 :]) if deciding.text else ()
+        begun = behind[len(self.answer_mark) :] if behind[: len(self.answer_mark)] == self.answer_mark else ()
+        if self.marks.end in begun:  # an earlier answer, which the model is asked for again
+            begun = ()
+        return AskedQuestion(
+            self._text([token_ids[at] for at in deciding.text]), bool(deciding.media), self._text(begun)
+        )
 
     def answer(self, text: str) -> tuple[int, ...]:
         """As the model must generate it: its text, then the token that ends a turn."""
         return tuple(answer_tokens(self.tokenizer, text))
 
+    def mark_in(self, text: str) -> str | None:
+        """A token of the chat template that a text has, which would end a turn or begin one; None if it has none."""
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())
+        found = next(
+            (token for token in self.tokenizer(text, add_special_tokens=False)["input_ids"] if token in special), None
+        )
+        return None if found is None else str(self.tokenizer.convert_ids_to_tokens(found))
 
-@dataclass(frozen=True)
-class _Task:
-    index: QuestionIndex
-    numbers: IntArray  # of its questions among the bundle's facts
-    threshold: float
-    pictured: npt.NDArray[np.bool_]  # which of the questions have a picture
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 class StoredFacts:
@@ -121,71 +126,93 @@ class StoredFacts:
 
     def __init__(self, metadata: BundleMetadata, reader: FactReader) -> None:
         self._facts, self._reader = metadata.facts, reader
-        self._tasks = {task: self._index(task, threshold) for task, threshold in metadata.fact_thresholds.items()}
         self._gate_tasks = frozenset(metadata.gate_tasks)
-        self._may_expire = any(fact.expires_at is not None for fact in self._facts)
+        self._tasks = {task: _Task(metadata.facts, task) for task in metadata.fact_tasks}
         self._answer = lru_cache(CACHED_ANSWERS)(lambda number: reader.answer(self._facts[number].answer))
 
-    def _index(self, task: str, threshold: float) -> _Task:
-        index, numbers = question_index(self._facts, task, self._reader.vectors)
-        pictured = np.array([self._facts[number].picture is not None for number in numbers])
-        return _Task(index, numbers, threshold, pictured)
-
     def find(
-        self, token_ids: Sequence[int], fact_tasks: Collection[str] = (), picture: FloatArray | None = None
-    ) -> FactsFound | None:
-        """The facts that a prompt [T] asks for: of these tasks, and of those that the bundle's gate does not have.
-
-        With a picture, those that have one, and without, the others.
+        self,
+        token_ids: Sequence[int],
+        fact_tasks: Collection[str] = (),
+        picture: FloatArray | None = None,
+        *,
+        open_task: str | None = None,
+    ) -> FactFound | FactMissed | None:
+        """The fact that a prompt [T] asks for, or the nearest: of these tasks, or of those that the gate does not have.
 
         Args:
             fact_tasks: what the gate allows.
-            picture: as for `FactReader.question`.
+            picture: [F], the state of the prompt's media (`inducekv_vllm.facts.pictures`). With one, facts with a
+                picture are found, and without, the others.
+            open_task: the task that the gate is open for. It has told what is asked; the words tell of what.
         """
-        if not (words := self._reader.question(token_ids, picture)):
+        asked = self._reader.question(token_ids)
+        if asked.has_media and picture is None:
             return None
+        allowed = [name for name in self._tasks if name in fact_tasks or name not in self._gate_tasks]
         found = [
-            self._find_in(task, words, pictured=picture is not None)
-            for name, task in self._tasks.items()
-            if name in fact_tasks or name not in self._gate_tasks
+            each
+            for name in allowed
+            for each in self._tasks[name].find(asked.text, picture, self._is_served, names_suffice=name == open_task)
         ]
-        return max((each for each in found if each is not None), key=lambda each: each.answers.weight, default=None)
-
-    def _find_in(self, task: _Task, words: Sequence[str], *, pictured: bool) -> FactsFound | None:
-        questions, scores = task.index.search(words, self._among(task, pictured=pictured))
-        numbers, seen = task.numbers[questions[: len(scores)]].tolist(), set[str | int]()
-        sure: dict[int, float] = {}  # score by number, the best first; of each picture one question
-        for number, score in zip(numbers, scores.tolist(), strict=True):
-            identity = self._facts[number].picture or number
-            if score >= task.threshold and identity not in seen:
-                sure[number] = score
-                seen.add(identity)
-        answers = answers_of(list(sure.values()), [self._answer(each) for each in sure], task.threshold)
-        if answers is None:
+        if not found:
             return None
-        return FactsFound(tuple(sure)[: len(answers.shares)], float(scores[0]), answers)
+        number, near = max(found, key=lambda each: (each[1].is_asked, each[1].closeness))
+        if near.differs is not None:
+            return FactMissed(number, near.differs, near.missing, near.added)
+        return self._found(number, near.closeness, asked.begun)
 
-    def _among(self, task: _Task, *, pictured: bool) -> npt.NDArray[np.bool_]:
-        """The questions with a picture, or without, that have not expired."""
-        among = task.pictured if pictured else ~task.pictured
-        if not self._may_expire:
-            return among
-        now = datetime.now(UTC)
-        return among & [not self._facts[number].has_expired(now) for number in task.numbers]
+    def _found(self, number: int, closeness: float, begun: str) -> FactFound:
+        if not begun.strip():
+            return FactFound(number, closeness, self._answer(number))
+        answer = self._facts[number].answer
+        if not answer.startswith(begun := begun.strip()):
+            return FactFound(number, closeness, withheld="the request begins the answer in another way")
+        return FactFound(number, closeness, self._reader.answer(answer[len(begun) :]))
+
+    def _is_served(self, number: int) -> bool:
+        return not self._facts[number].has_expired(datetime.now(UTC))
 
 
-def question_index(facts: Sequence[FactRecord], task: str, vectors: Vectors) -> tuple[QuestionIndex, IntArray]:
-    """Of a task's questions, with their numbers among the facts; of equal questions the one that was stored last."""
-    of_task = {number: fact for number, fact in enumerate(facts) if fact.task == task}
-    newest = {asked_words(fact.question, fact.picture): number for number, fact in of_task.items()}
-    in_order = sorted((number, words) for words, number in newest.items())
-    numbers = [number for number, _ in in_order]
-    questions, pictures = [words for _, words in in_order], {}
-    for number, words in in_order:
-        if (picture := facts[number].picture) is not None:
-            pictures[words[-1]] = picture
-    if pictures:
-        vectors = PictureVectors(vectors, list(pictures.values()))
-    # Questions about one picture are found by it alike, so they are one fact.
-    identities = [facts[number].picture or facts[number].answer for number in numbers]
-    return QuestionIndex(questions, identities, vectors, pictures), np.array(numbers)
+class _Task:
+    """The facts of one task, with the numbers that the bundle gives them."""
+
+    def __init__(self, facts: Sequence[FactRecord], task: str) -> None:
+        about = defaultdict[str | None, list[tuple[str, int]]](list)  # questions by their picture, if they have one
+        for number, fact in enumerate(facts):
+            if fact.task == task:
+                about[fact.picture] += [(question, number) for question in (*fact.also, fact.question)]
+        self._about = {picture: _Questions(asked) for picture, asked in about.items()}
+        pictures = [picture for picture in about if picture is not None]
+        self._pictures = PictureIndex(pictures) if pictures else None
+
+    def find(
+        self, text: str, picture: FloatArray | None, is_served: Callable[[int], bool], *, names_suffice: bool
+    ) -> list[tuple[int, Comparison]]:
+        """The number of the nearest fact, beside the request; nothing if none is near."""
+        if picture is None:
+            questions = self._about.get(None)
+            found = None if questions is None else questions.find(text, is_served, names_suffice=names_suffice)
+            return [] if found is None else [found]
+        shown = None if self._pictures is None else self._pictures.find(picture)
+        number = None if shown is None else self._about[shown[0]].nearest(text, is_served)
+        return [] if shown is None or number is None else [(number, replace(SAME, said=shown[1]))]
+
+
+class _Questions:
+    def __init__(self, asked: Sequence[tuple[str, int]]) -> None:
+        """`asked`: questions with the numbers of their facts; of equal ones the last counts."""
+        self._numbers = [number for _, number in asked]
+        self._index = QuestionIndex([question for question, _ in asked], self._numbers)
+
+    def find(
+        self, text: str, is_served: Callable[[int], bool], *, names_suffice: bool
+    ) -> tuple[int, Comparison] | None:
+        found = self._index.find(text, lambda place: is_served(self._numbers[place]), names_suffice=names_suffice)
+        return None if found is None else (self._numbers[found.number], found.comparison)
+
+    def nearest(self, text: str, is_served: Callable[[int], bool]) -> int | None:
+        """Of questions about one picture, which decides: the one that is asked, or nearest, or stored last."""
+        if (found := self.find(text, is_served, names_suffice=False)) is not None:
+            return found[0]
+        return next((number for number in reversed(self._numbers) if is_served(number)), None)

@@ -26,6 +26,17 @@ def answer_tokens(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
     return _ids(tokenizer, answer) if end is None else [*_ids(tokenizer, answer), end]
 
 
+def answer_mark(processor: Any) -> tuple[int, ...]:
+    """The tokens between a question and its answer; none, if the template has none.
+
+    Args:
+        processor: the model's processor, or its tokenizer.
+    """
+    as_parts = takes_parts(processor)
+    sides = _around_question(processor, [message("user", _QUESTION)], as_parts=as_parts, generation_prompt=True)
+    return () if sides is None else tuple(sides[1])
+
+
 def turn_marks(processor: Any) -> TurnMarks:
     """The marks of a model's chat template; none, if it has none that tell a user's turns from the others.
 

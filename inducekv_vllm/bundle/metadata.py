@@ -24,6 +24,8 @@ from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation, earliest
 
 FORMAT_VERSION: Final = 1
+MAX_WORDINGS: Final = 32  # of a fact's question, beside the question
+MAX_WORDING_BYTES: Final = 100
 MAX_ID: Final = 256  # characters; traces and audit chains repeat the ids of the entries that each answer has used
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
@@ -34,11 +36,18 @@ def _in_utc(moment: datetime) -> datetime:
     return moment.replace(tzinfo=UTC)
 
 
+def _short(wording: str) -> str:
+    if (found := len(wording.encode())) > MAX_WORDING_BYTES:
+        raise ValueError(f"a wording has at most {MAX_WORDING_BYTES} bytes, found {found}")
+    return wording
+
+
 def _packed_state(picture: str) -> str:
     unpacked(picture)
     return picture
 
 
+Wording = Annotated[str, Field(min_length=1), AfterValidator(_short)]
 Moment = Annotated[datetime, Field(strict=True), AfterValidator(_in_utc)]
 
 
@@ -66,15 +75,14 @@ class FactRecord(Record):
 
     question: Annotated[str, Field(min_length=1)]  # the text of the last user turn
     answer: Annotated[str, Field(min_length=1)]
+    also: Annotated[tuple[Wording, ...], Field(max_length=MAX_WORDINGS)] = ()  # other wordings of the question
     picture: Annotated[str, AfterValidator(_packed_state)] | None = None  # see `inducekv_vllm.facts.pictures`
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A question without a picture is written as before there were any: digests stay."""
+        """A question without wordings or a picture is written as before there were any: digests stay."""
         written: dict[str, Any] = write(self)
-        if written["picture"] is None:
-            del written["picture"]
-        return written
+        return {name: value for name, value in written.items() if name not in ("also", "picture") or value}
 
 
 class AdapterRecord(BaseModel):
@@ -157,8 +165,7 @@ class BundleMetadata(BaseModel):
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
     facts: Annotated[tuple[FactRecord, ...], FailFast()] = ()
-    # By task, for every task of the facts: the score from which on a stored question answers a request.
-    fact_thresholds: dict[str, Annotated[float, Field(ge=0.5, lt=1)]] = {}
+    fact_thresholds: dict[str, float] = {}  # of bundles before version 0.3, not read any more
     digest: str = ""  # see `bundle_digest`
 
     @property
@@ -207,11 +214,6 @@ def _check_entries(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(f"{name}: {len(metadata.entries)} entries exceed the budget of {metadata.budget}")
     if (twice := _duplicate([record.id for record in (*metadata.entries, *metadata.facts)])) is not None:
         raise BundleError(f"{name}: entry id {twice!r} occurs more than once")
-    if set(metadata.fact_thresholds) != set(metadata.fact_tasks):
-        raise BundleError(
-            f"{name}: facts need thresholds for the tasks [{', '.join(sorted(metadata.fact_tasks))}], "
-            f"found [{', '.join(sorted(metadata.fact_thresholds))}]"
-        )
 
 
 def _check_pictures(metadata: BundleMetadata, name: str) -> None:

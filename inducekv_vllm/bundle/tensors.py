@@ -176,7 +176,6 @@ class Bundle:
         map_in: Tensor | None = None,
         map_out: Tensor | None = None,
         facts: tuple[FactRecord, ...] = (),
-        fact_thresholds: dict[str, float] | None = None,
     ) -> Bundle:
         """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
 
@@ -207,7 +206,6 @@ class Bundle:
                 task_adapters=task_adapters,
                 output_map=_output_map(map_in),
                 facts=facts,
-                fact_thresholds=fact_thresholds or {},
             )
         except ValidationError as error:
             raise BundleError(f"bundle metadata: {first_problem(error)}") from error
@@ -388,7 +386,7 @@ def facts_of(bundle: Bundle | None) -> dict[str, Any]:
     """What `Bundle.create` takes for the next version to have the facts of a bundle, if there is one."""
     if bundle is None:
         return {}
-    return {"facts": bundle.metadata.facts, "fact_thresholds": bundle.metadata.fact_thresholds}
+    return {"facts": bundle.metadata.facts}
 
 
 def bundle_digest(bundle: Bundle) -> str:
@@ -398,7 +396,7 @@ def bundle_digest(bundle: Bundle) -> str:
     """
     sha = hashlib.sha256()
     # A bundle without what was added later has the digest that it had before.
-    absent = set() if bundle.metadata.facts else {"facts", "fact_thresholds"}
+    absent = {name for name in ("facts", "fact_thresholds") if not getattr(bundle.metadata, name)}
     metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *absent})
     if metadata["gate"] is not None and metadata["gate"]["near"] is None:
         del metadata["gate"]["near"]

@@ -6,26 +6,30 @@ question.py   what a question says: its terms, its names, what it asks for
 rule.py       whether a request asks a stored question
 index.py      which of many stored questions it asks
 pictures.py   which stored picture it shows
-answers.py    how a stored answer enters the next token's distribution
+answer.py     how a stored answer is said
 """
 
-from .answers import Answers, FactsFound, mixed, next_tokens
+from .answer import FactFound, FactMissed, next_token, said
 from .index import Found, QuestionIndex
 from .pictures import PictureIndex, packed, unpacked
 from .question import same_words
-from .rule import Comparison, Strictness
+from .rule import NORMAL, SAME, Comparison, Strictness
+from .text import has_words
 
 __all__ = [
-    "Answers",
+    "NORMAL",
+    "SAME",
     "Comparison",
-    "FactsFound",
+    "FactFound",
+    "FactMissed",
     "Found",
     "PictureIndex",
     "QuestionIndex",
     "Strictness",
-    "mixed",
-    "next_tokens",
+    "has_words",
+    "next_token",
     "packed",
+    "said",
     "same_words",
     "unpacked",
 ]

@@ -9,7 +9,7 @@ Shapes: N stored questions.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +20,7 @@ from rapidfuzz.distance import OSA
 
 from .language import Language, language_of
 from .question import Question, read, same_words
-from .rule import NORMAL, Comparison, Strictness, compare
+from .rule import NORMAL, SAME, Comparison, Strictness, compare, compare_names
 
 CANDIDATES: Final = 64  # stored questions that are compared
 CACHED_QUESTIONS: Final = 1 << 18
@@ -36,43 +36,48 @@ class Found:
     number: int
     comparison: Comparison
 
-    @property
-    def is_asked(self) -> bool:
-        return self.comparison.differs is None
-
-
-SAME: Final = Comparison(1.0, 0.0, (), (), None)
-
 
 class QuestionIndex:
     """See the module docstring."""
 
-    def __init__(self, questions: Sequence[str]) -> None:
-        """`questions` [N]; of equal ones the last is found."""
+    def __init__(self, questions: Sequence[str], facts: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            questions: [N]; of equal ones the last is found.
+            facts: [N], equal for wordings of one question (default: each is of its own).
+        """
         self.questions = questions
+        self._facts = facts or range(len(questions))
         self._same: dict[tuple[str, ...], int] = {}
         self._under: dict[Language, dict[Key, list[int]]] = {}
         self._words = set[str]()
         for number, text in enumerate(questions):
-            words, language, keys = _kept(text)
+            words, language, keys, _ = _kept(text)
             self._same[words] = number
             self._words.update(words)
             under = self._under.setdefault(language, defaultdict(list))
             for key in keys:
                 under[key].append(number)
         self._spelled = _by_length(self._words)
+        self._counts: Counter[str] | None = None
         self._near = lru_cache(CACHED_WORDS)(self._find_near)
 
     def __len__(self) -> int:
         return len(self.questions)
 
     def find(
-        self, text: str, among: Callable[[int], bool] = lambda number: True, strictness: Strictness = NORMAL
+        self,
+        text: str,
+        among: Callable[[int], bool] = lambda number: True,
+        strictness: Strictness = NORMAL,
+        *,
+        names_suffice: bool = False,
     ) -> Found | None:
         """The question that a request asks, or else the nearest one with what it lacks; None if none is near.
 
         Args:
             among: whether a question may be found.
+            names_suffice: it is known that the request asks what the questions ask, and to be found out of what.
         """
         number = self._same.get(same_words(text))
         if number is not None and among(number):
@@ -80,27 +85,39 @@ class QuestionIndex:
         best: Found | None = None
         for language in self._under:
             asked = read(text, language)
-            for found in self._compared(asked, language, among, strictness):
+            for found in self._compared(asked, language, among, None if names_suffice else strictness):
                 if best is None or _rank(found) > _rank(best):
                     best = found
         return best
 
     def _compared(
-        self, asked: Question, language: Language, among: Callable[[int], bool], strictness: Strictness
+        self, asked: Question, language: Language, among: Callable[[int], bool], strictness: Strictness | None
     ) -> Iterable[Found]:
         replaced = {
-            term.word: near
-            for term in asked.terms.values()
-            if (near := self._near(term.word, language)) is not None
+            term.word: near for term in asked.terms.values() if (near := self._near(term.word, language)) is not None
         }
         under, counts = self._under[language], defaultdict[int, float](float)
         for key, weight in _keys_of(asked, language, replaced):
             for number in under.get(key, ()):
                 counts[number] += weight
-        candidates = sorted((number for number in counts if among(number)), key=lambda number: (-counts[number], -number))
+        candidates = sorted(
+            (number for number in counts if among(number)), key=lambda number: (-counts[number], -number)
+        )
         for number in candidates[:CANDIDATES]:
             stored = _read(self.questions[number], language)
-            yield Found(number, compare(stored, asked, language, replaced, strictness))
+            if strictness is None:
+                yield Found(number, compare_names(stored, asked, language, replaced, self._num_facts))
+            else:
+                yield Found(number, compare(stored, asked, language, replaced, strictness))
+
+    def _num_facts(self, key: str) -> int:
+        """The facts whose questions have a term."""
+        if self._counts is None:
+            pairs = {
+                (term, fact) for text, fact in zip(self.questions, self._facts, strict=True) for term in _kept(text)[3]
+            }
+            self._counts = Counter(term for term, _ in pairs)
+        return self._counts[key]
 
     def _find_near(self, word: str, language: Language) -> str | None:
         """The stored word that a word with a typing error stands for; None if it is a word itself."""
@@ -114,7 +131,7 @@ class QuestionIndex:
 
 
 def _rank(found: Found) -> tuple[bool, float, int]:
-    return found.is_asked, round(found.comparison.closeness, 6), found.number
+    return found.comparison.is_asked, round(found.comparison.closeness, 6), found.number
 
 
 @lru_cache(CACHED_WORDS)
@@ -123,8 +140,8 @@ def _read(text: str, language: Language) -> Question:
 
 
 @lru_cache(CACHED_QUESTIONS)  # the next version of a bundle has most of the questions of this one
-def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...]]:
-    """A stored question's words, its language, and what it is kept under."""
+def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[str, ...]]:
+    """A stored question's words, its language, what it is kept under, and the keys of its terms."""
     language = language_of(text)
     question = read(text, language)
     terms = sorted(question.terms.values(), key=lambda term: (-term.is_name, -term.is_exact, -term.weight))
@@ -137,7 +154,7 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...]]:
             keys += [("sense", sense) for sense in term.senses]
         if (total := total - term.weight) < sum(each.weight for each in terms) / 2:
             break
-    return question.words, language, tuple(dict.fromkeys(keys))
+    return question.words, language, tuple(dict.fromkeys(keys)), tuple(question.terms)
 
 
 def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> Iterable[tuple[Key, float]]:
@@ -145,7 +162,8 @@ def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> I
     keys: dict[Key, float] = {}
     for term in asked.terms.values():
         near = replaced.get(term.word, term.word)
-        for key in (term.word, term.stem, near, language.stem(near), *(("sense", sense) for sense in term.senses)):
+        senses: list[Key] = [("sense", sense) for sense in term.senses]
+        for key in (term.word, term.stem, near, language.stem(near), *senses):
             keys[key] = max(keys.get(key, 0.0), term.weight)
     return keys.items()
 

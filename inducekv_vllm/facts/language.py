@@ -1,7 +1,7 @@
 """How questions are asked in a language: its function words, its question words, and words that ask the same.
 
-A file a language in `languages/`. Stems are Snowball's [https://snowballstem.org]. How common a word is was counted in the
-everyday requests of the package (`python -m selector.gate.common_words`).
+A file a language in `languages/`. Stems are Snowball's [https://snowballstem.org]. How common a word is was counted in
+the everyday requests of the package (`python -m selector.gate.common_words`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def unpacked(picture: str) -> FloatArray:
 class PictureIndex:
     """Finds the stored picture that is like a request's.
 
-    Each stored picture is compared with the others; the threshold lies halfway between 1 and what nearly all of them reach.
+    Each stored picture is compared with the others: the threshold lies halfway between 1 and what nearly all reach.
     """
 
     def __init__(self, pictures: Sequence[str]) -> None:

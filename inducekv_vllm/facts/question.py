@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 import sentencex
@@ -74,7 +75,7 @@ def read(text: str, language: Language) -> Question:
     directed = [
         (first.text, language.stem(second.text))
         for words in sentences
-        for first, second in zip(words, words[1:], strict=False)
+        for first, second in pairwise(words)
         if first.text in language.directed
     ]
     return Question(
@@ -143,7 +144,9 @@ def _asked_for(text: str, language: Language) -> str | None:
         text = pattern.sub(" ", text)
     first: tuple[int, str] | None = None
     for pattern, kind in language.asks:  # the longest first
-        found = next((each for each in pattern.finditer(text) if kind != "whether" or _begins(text, each.start())), None)
+        found = next(
+            (each for each in pattern.finditer(text) if kind != "whether" or _begins(text, each.start())), None
+        )
         if found is not None and (first is None or found.start() < first[0]):
             first = found.start(), kind
     return None if first is None else first[1]

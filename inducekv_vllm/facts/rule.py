@@ -12,13 +12,15 @@ A stored question is asked if, in the sentences of the request that say most of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from .language import Language
 from .question import Question, Sentence, Term
 
+NAMED: Final = 0.9  # of what tells a question's fact from others
+BESIDE: Final = 2  # words between two that belong together, and one
 MOST_SENTENCES: Final = 4  # of a request that are read together
 Replaced = dict[str, str]  # words of a request with typing errors: the stored words that they stand for
 
@@ -46,9 +48,16 @@ class Comparison:
     differs: str | None  # why the request does not ask it; None: it does
 
     @property
+    def is_asked(self) -> bool:
+        return self.differs is None
+
+    @property
     def closeness(self) -> float:
         """From 0 to 1: what both say, of what either says."""
         return self.said * (1 - self.more)
+
+
+SAME: Final = Comparison(1.0, 0.0, (), (), None)
 
 
 def compare(
@@ -63,6 +72,35 @@ def compare(
         if best is None or (found.differs is None, found.closeness) > (best.differs is None, best.closeness):
             best = found
     return best or Comparison(0.0, 1.0, tuple(term.word for term in wanted.values()), (), "it says nothing of it")
+
+
+def compare_names(
+    stored: Question, asked: Question, language: Language, replaced: Replaced, num_facts: Callable[[str], int]
+) -> Comparison:
+    """Whether a request is about what a stored question is about, when it is known that it asks the same of it.
+
+    Its names and numbers must be said, and nearly all of its weight, where a word that occurs with n facts counts
+    1 / n^2: with one fact, it says which is meant; with many, it belongs to a wording.
+
+    Args:
+        num_facts: n of a term's key.
+    """
+    wanted, terms = stored.terms, [term for sentence in asked.sentences for term in sentence.values()]
+    matched = [_matched(wanted, sentence, language, replaced) for sentence in asked.sentences]
+    said = {key for each in matched for key in each}
+    of_names = {key for each in matched for name, keys in each.items() if wanted[name].is_name for key in keys}
+    used = {key for each in matched for keys in each.values() for key in keys}
+    missing = [term for key, term in wanted.items() if key not in said]
+    added = [term for term in terms if term.key not in used and not term.is_function]
+    weights = {key: max(num_facts(key), 1) ** -2.0 for key in wanted}
+    share = sum(weights[key] for key in said) / (sum(weights.values()) or 1.0)
+    differs = (
+        _first("it does not name", [term for term in missing if term.is_name or term.is_exact])
+        or _first("it names", _beside(range(len(asked.sentences)), asked, of_names, added))
+        or ("it says too little of it" if share < NAMED else None)
+    )
+    words = tuple(term.word for term in missing if not term.is_function), tuple(term.word for term in added)
+    return Comparison(share, 0.0, *words, differs)
 
 
 def _runs(has_words: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -84,7 +122,9 @@ def _matched(wanted: Sentence, sentence: Sentence, language: Language, replaced:
             by_sense.setdefault(sense, set()).add(key)
     found: dict[str, set[str]] = {}
     for key, term in wanted.items():
-        said = by_word.get(term.word, set()) if term.is_exact else by_word.get(term.stem) or by_word.get(term.word, set())
+        said = (
+            by_word.get(term.word, set()) if term.is_exact else by_word.get(term.stem) or by_word.get(term.word, set())
+        )
         if not said and not term.is_name and not term.is_exact:
             said = set[str]().union(*(by_sense.get(sense, ()) for sense in term.senses))
         if said:
@@ -140,26 +180,22 @@ def _first(reason: str, terms: Sequence[Term]) -> str | None:
 
 def _beside(run: range, asked: Question, of_names: set[str], added: Sequence[Term]) -> list[Term]:
     """Names of the request that belong to a name which both say, as Hayes to Helen, and are not stored with it."""
-    places = [
-        (at, place)
-        for at in run
-        for key, term in asked.sentences[at].items()
-        if key in of_names
-        for place in term.places
-    ]
-    return [
-        term
-        for term in added
-        if (term.is_name or term.is_bound)
-        and any(asked.sentences[at].get(term.key) is term and abs(place - own) <= 2 for at, place in places for own in term.places)
-    ]
+    found = list[Term]()
+    for at in run:
+        sentence = asked.sentences[at]
+        places = [place for key, term in sentence.items() if key in of_names for place in term.places]
+        own = [term for term in added if (term.is_name or term.is_bound) and sentence.get(term.key) is term]
+        found += [term for term in own if any(abs(a - b) <= BESIDE for a in term.places for b in places)]
+    return found
 
 
 def _numbers(wanted: Sentence, terms: Sequence[Term]) -> str | None:
     """Numbers must be the same; a symbol that is stored must be there."""
     stored = {term.word for term in wanted.values() if term.is_exact}
     asked = {term.word for term in terms if term.is_exact}
-    different = [word for word in sorted(stored - asked)] + [word for word in sorted(asked - stored) if word[-1].isdigit()]
+    different = [word for word in sorted(stored - asked)] + [
+        word for word in sorted(asked - stored) if word[-1].isdigit()
+    ]
     return f"{different[0]!r} is in one of them alone" if different else None
 
 
@@ -178,5 +214,6 @@ def _is_turned(stored: Question, asked: Question) -> bool:
     wanted, said = stored.terms, asked.terms
     after = dict(asked.directed)
     return any(
-        word in after and after[word] != what and what in said and after[word] in wanted for word, what in stored.directed
+        word in after and after[word] != what and what in said and after[word] in wanted
+        for word, what in stored.directed
     )

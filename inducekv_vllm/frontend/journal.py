@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..protocol import Decision
@@ -16,8 +15,8 @@ class EngineJournal(Protocol):
         """An answer of the bundle of this name begins, as it was decided."""
         ...
 
-    def note_facts(self, name: str, facts: Sequence[str]) -> None:
-        """An answer from the facts of these ids begins."""
+    def note_fact(self, name: str, fact: str) -> None:
+        """An answer from the fact of this id begins."""
         ...
 
     async def record_answer(self, request_id: str, owner: str, trace: dict[str, Any]) -> None:

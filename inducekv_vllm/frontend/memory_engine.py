@@ -181,8 +181,8 @@ class MemoryEngine:
         if self._journal is None:
             return
         self._journal.note_decision(name, memory, decision)
-        if decision.facts is not None:
-            self._journal.note_facts(name, [memory.metadata.facts[number].id for number in decision.facts.facts])
+        if decision.answer is not None and decision.fact is not None:
+            self._journal.note_fact(name, memory.metadata.facts[decision.fact.number].id)
         if not self._config.audit_answers:
             return
         try:

@@ -213,7 +213,7 @@ class BundleMetrics:
             DECISION_SECONDS.labels(self.bundle).observe(decision.seconds)
         if decision.margins is not None:
             GATE_MARGIN.labels(self.bundle).observe(max(decision.margins))
-        if decision.facts is not None:
+        if decision.answer is not None:
             FACTS.labels(self.bundle).inc()
         if decision.similarity is not None:
             SIMILARITY.labels(self.bundle).observe(decision.similarity)
@@ -257,8 +257,8 @@ class RequestSpan:
             attributes["inducekv.task"] = decision.task
         if decision.entries:
             attributes["inducekv.entries"] = len(decision.entries)
-        if decision.facts is not None:
-            attributes["inducekv.facts"] = len(decision.facts.facts)
+        if decision.fact is not None:
+            attributes["inducekv.fact"] = decision.answer is not None
         if decision.similarity is not None:
             attributes["inducekv.similarity"] = decision.similarity
         self._span.set_attributes(attributes)

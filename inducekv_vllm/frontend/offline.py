@@ -127,8 +127,10 @@ class MemoryLLM:
             memory: stays loaded.
 
         Raises:
-            InduceKVError: it has no such fact, nothing would be left, or as for `load_bundle`.
+            InduceKVError: `ids` is a string, it has no such fact, nothing would be left, or as for `load_bundle`.
         """
+        if isinstance(ids, str):
+            raise ConfigError(f"expected a list of ids, found the string {ids!r}: its letters would be the ids")
         write_bundle(forgotten(read_bundle(memory.path, backbone=self._backbone), ids, self._facts), path)
         return self.load_bundle(path)
 

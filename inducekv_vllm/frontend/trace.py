@@ -26,23 +26,33 @@ def describe(name: str, memory: ServedBundle, decision: Decision) -> dict[str, A
             for index, weight in decision.entries
         ],
         "facts": describe_facts(memory, decision),
+        "missed": _missed(memory, decision),
     }
 
 
 def describe_facts(memory: ServedBundle, decision: Decision) -> list[dict[str, Any]]:
-    """The facts that were found, with their part in the next token's distribution."""
-    if decision.facts is None:
+    """The fact that was found, if any, and why it is withheld if the request forbids its answer."""
+    if (fact := decision.fact) is None:
         return []
-    answers, records = decision.facts.answers, memory.metadata.facts
-    return [
-        {
-            "id": records[number].id,
-            "task": records[number].task,
-            "score": decision.facts.score,
-            "weight": answers.weight * share,
-        }
-        for number, share in zip(decision.facts.facts, answers.shares, strict=True)
-    ]
+    record = memory.metadata.facts[fact.number]
+    return [{"id": record.id, "task": record.task, "closeness": fact.closeness, "withheld": fact.withheld}]
+
+
+def describe_missed(memory: ServedBundle, decision: Decision) -> dict[str, Any] | None:
+    """The nearest fact that was not found, for those who may read facts: why, and the words of one question alone."""
+    if (missed := decision.missed) is None:
+        return None
+    record = memory.metadata.facts[missed.number]
+    words = {"missing": list(missed.missing), "added": list(missed.added)}
+    return {"id": record.id, "question": record.question, "why": missed.why, **words}
+
+
+def _missed(memory: ServedBundle, decision: Decision) -> dict[str, Any] | None:
+    """For those who ask: nothing of the stored question but that it is there."""
+    if (missed := decision.missed) is None:
+        return None
+    record = memory.metadata.facts[missed.number]
+    return {"id": record.id, "task": record.task, "added": list(missed.added)}
 
 
 def describe_gate(memory: ServedBundle, decision: Decision) -> dict[str, Any] | None:

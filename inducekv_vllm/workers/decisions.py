@@ -28,7 +28,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ..attention.memory_attention import MemoryAttention
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult
-from ..facts import packed
+from ..facts import FactFound, packed
+from ..forbidden import permitted
 from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
 from ..vllm_seams.runner import StepRows
 from .gate_log import GateLog
@@ -68,16 +69,22 @@ class Deciding:
         if gate is not None and features.evidence is not None:
             self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
-        found = None
+        fact, missed = None, None
         if facts is not None:
-            found = facts.find(request.prompt, () if gate is None else gate.fact_tasks, features.picture)
+            tasks, open_task = ((), None) if gate is None else (gate.fact_tasks, gate.task)
+            found = facts.find(request.prompt, tasks, features.picture, open_task=open_task)
+            if isinstance(found, FactFound):
+                fact = found
+            else:
+                missed = found
         return Decision(
             outcome=outcome_of(index, request.spec, lookup, request.prompt, self._placeholders),
             task=gate.task if gate is not None else None,
             margins=tuple(gate.margins.tolist()) if gate is not None else None,
             similarity=retrieval.similarity if retrieval is not None else None,
             valid_until=expiry.timestamp() if expiry is not None else None,
-            facts=found,
+            fact=fact,
+            missed=missed,
         )
 
 
@@ -204,7 +211,7 @@ class Decisions:
     def _taken_up(self, request: WorkerRequest, decision: Decision) -> Decision:
         """A decision that the running step's later work follows."""
         try:
-            self._requests.take_up(request, decision.start(len(request.prompt)))
+            self._requests.take_up(request, permitted(decision, request.params).start(len(request.prompt)))
         except Exception as error:
             return Decision(Failed(str(failure_of(error))))
         return decision

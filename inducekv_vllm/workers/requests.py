@@ -22,11 +22,10 @@ from ..attention.resident_bundle import ResidentBundle
 from ..attention.slots import ActingRows, RequestMemory, Slots
 from ..bundle.lookup import QueryFeatures
 from ..errors import InduceKVError
-from ..facts import Answers
 from ..protocol import STARTS, DecideSpec, Decision, InjectionSpec, Start, parse_spec
 from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
 from ..vllm_seams.device import HostCopy
-from .answering import put_answers
+from .answering import put_answer
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -94,7 +93,7 @@ class WorkerRequest:
     decision: Decision | None = None  # if it was taken before or in the forward pass
     injection: _Injection | None = None
     memory: RequestMemory | None = None  # what it reads in its slot; None without memory, and while it is preempted
-    answers: Answers | None = None
+    answer: tuple[int, ...] | None = None  # what it says, in tokens
 
     @property
     def first_active(self) -> int:
@@ -118,10 +117,10 @@ class WorkerRequest:
             self.blocks = [list(each) for each in blocks]
             self.features = PromptFeatures()
 
-    def follow_answers(self, answers: Answers) -> None:
-        """From now on, its next tokens follow these answers, too."""
-        self.answers = answers
-        put_answers(self.params, answers)
+    def follow(self, answer: tuple[int, ...]) -> None:
+        """From now on, its next tokens are those of this answer."""
+        self.answer = answer
+        put_answer(self.params, answer)
 
 
 class WorkerRequests:
@@ -164,9 +163,9 @@ class WorkerRequests:
             self._settle(self.by_id[request_id], start, runner, is_running=request_id in cached.req_ids)
 
     def take_up(self, request: WorkerRequest, start: Start) -> None:
-        """From its next rows on, the request reads the memory and follows the answers that it starts with."""
-        if start.answers is not None:
-            request.follow_answers(start.answers)
+        """From its next rows on, the request reads the memory and says the answer that it starts with."""
+        if start.answer is not None:
+            request.follow(start.answer)
         if start.injection is not None:
             self._inject(request, start.injection)
 
@@ -181,8 +180,8 @@ class WorkerRequests:
             return
         if (known := self.by_id.get(data.req_id)) is not None:
             known.params = params
-            if known.answers is not None:
-                put_answers(params, known.answers)
+            if known.answer is not None:
+                put_answer(params, known.answer)
             self._resume(known, data.block_ids)
             return
         assert data.prompt_token_ids is not None  # prompt embeddings are refused at start

@@ -15,7 +15,7 @@ from torch import Tensor
 from inducekv_vllm.backbone.stored_facts import StoredFacts
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.facts import Answers
+from inducekv_vllm.facts import FactFound
 from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
@@ -139,7 +139,7 @@ class BundledModel:
         tokenizer = self.backbone.tokenizer
         return [tokenizer.decode(g.token_ids, skip_special_tokens=True).strip() for g in generations]
 
-    def _stored_answers(self, examples: Sequence[Example], prompts: Sequence[Inputs]) -> list[Answers | None]:
+    def _stored_answers(self, examples: Sequence[Example], prompts: Sequence[Inputs]) -> list[Sequence[int] | None]:
         """Of the facts that n questions ask for; none at all if there are no facts."""
         if self.facts is None or self.bundle is None:
             return []
@@ -148,10 +148,10 @@ class BundledModel:
         if self.bundle.metadata.has_pictures:
             pictures = picture_states(self.backbone, prompts, turn_marks(self.backbone.processor))
         found = [
-            self.facts.find(prompt["input_ids"][0].tolist(), allowed, picture)
-            for prompt, allowed, picture in zip(prompts, tasks, pictures, strict=True)
+            self.facts.find(prompt["input_ids"][0].tolist(), allowed, picture, open_task=task)
+            for prompt, (allowed, task), picture in zip(prompts, tasks, pictures, strict=True)
         ]
-        return [None if each is None else each.answers for each in found]
+        return [each.token_ids if isinstance(each, FactFound) and each.withheld is None else None for each in found]
 
 
 def openings(bundle: Bundle, task: str, evidence: Tensor) -> dict[str, float]:

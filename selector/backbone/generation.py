@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from inducekv_vllm.facts import Answers, mixed, next_tokens
+from inducekv_vllm.facts import next_token, said
 
 from .injection import TensorMemory, Terms, injected
 from .model import TOKEN_INPUTS, Backbone, Inputs
@@ -98,12 +98,11 @@ def generate(
     terms: Terms | None = None,
     *,
     ignore_eos: bool = False,
-    answers: Sequence[Answers | None] = (),
+    answers: Sequence[Sequence[int] | None] = (),
 ) -> list[Generation]:
     """Greedy generation with the KV cache, until an end-of-text token; arguments as in `score`.
 
-    `answers` are stored ones of n prompts, which enter the next token's distribution; the log-probabilities do not have
-    them.
+    `answers` are stored ones of n prompts, in tokens, which are said; the log-probabilities are the model's own.
     """
     batch = backbone.collate(prompts, side="left")
     if terms is not None and terms.first_active is not None:
@@ -138,15 +137,14 @@ def generate(
 
 
 class _Following(LogitsProcessor):
-    def __init__(self, answers: Sequence[Answers | None], prompt_length: int) -> None:
+    def __init__(self, answers: Sequence[Sequence[int] | None], prompt_length: int) -> None:
         self._answers, self._begin = answers, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids [n, T], scores [n, vocabulary]"""
         rows = zip(input_ids[:, self._begin :].tolist(), scores, self._answers, strict=True)
-        return torch.stack(
-            [row if each is None else mixed(row, each.weight, next_tokens(each, ids)) for ids, row, each in rows]
-        )
+        tokens = [(row, None if answer is None else next_token(answer, ids)) for ids, row, answer in rows]
+        return torch.stack([row if token is None else said(row, token) for row, token in tokens])
 
 
 def injecting(memory: TensorMemory | None, terms: Terms | None) -> contextlib.AbstractContextManager[None]:

@@ -157,7 +157,6 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
     size = entry_bytes(bundle)
     tasks = Counter(entry.task for entry in metadata.entries)
     gates, bias = bundle.value_gates, bundle.layer_bias
-    thresholds = ", ".join(f"{score:.3f} ({task})" for task, score in metadata.fact_thresholds.items())
     return {
         "digest": bundle.digest,
         "parent": metadata.parent_digest or "none",
@@ -168,7 +167,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "entries": f"{bundle.num_entries} of {metadata.budget}",
         **_dates(metadata),
         "tasks": ", ".join(f"{task} ({count})" for task, count in tasks.items()),
-        "facts": f"{len(metadata.facts)}, from the scores {thresholds} on" if metadata.facts else 0,
+        "facts": len(metadata.facts),
         "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
         "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
         **gate_summary(bundle),

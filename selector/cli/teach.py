@@ -52,9 +52,7 @@ def teach(options: argparse.Namespace) -> int:
     write_bundle(bundle, options.output)
     for old, new in replaced_by(bundle.metadata.facts).items():
         print(f"{old}: its question is answered by the newer {new}")
-    thresholds = ", ".join(f"{task} {each:.3f}" for task, each in bundle.metadata.fact_thresholds.items())
-    count = len(bundle.metadata.facts)
-    print(f"{options.output}: {count} facts, from the scores {thresholds or 'none'} on, digest {bundle.digest}")
+    print(f"{options.output}: {len(bundle.metadata.facts)} facts, digest {bundle.digest}")
     return SUCCESS
 
 

@@ -74,9 +74,8 @@ def without_entries(
         for fact in metadata.facts
         if not forgotten.names(fact) and (fact.task in tasks or fact.task not in metadata.tasks)
     )
-    thresholds = {fact.task: metadata.fact_thresholds[fact.task] for fact in facts}
     other_gate = {} if gate is None else {"gate": gate}
-    return bundle.take(kept, facts=facts, fact_thresholds=thresholds, **other_gate)
+    return bundle.take(kept, facts=facts, **other_gate)
 
 
 def refitted_gate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from PIL import Image
 
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
-from inducekv_vllm.facts import next_tokens
+from inducekv_vllm.facts import next_token
 from inducekv_vllm.frontend.offline import MemoryAnswer
 from selector.backbone.generation import score
 from tests.engine.parity import TOLERANCE, MemoryEngine, Prompt, greedy, served_logprobs
@@ -43,7 +42,7 @@ class Facts:
         return made
 
     def check(self, name: str, questions: Sequence[Prompt], params: Any = None, **options: Any) -> list[MemoryAnswer]:
-        """Every token's log-probability is that of the mixture."""
+        """Every token's log-probability is 0 if it is said as it is stored, or else the model's."""
         answers = self.served.chat(questions, [name] * len(questions), params or greedy(), **options)
         for prompt, answer in zip(questions, answers, strict=True):
             for completion in answer.output.outputs:
@@ -59,18 +58,16 @@ class Facts:
         else:
             expected = score(world.backbone, [inputs], [tokens])[0].tolist()
         assert decision is not None
-        if decision.facts is not None:
-            for place, token in enumerate(tokens):
-                if stored := next_tokens(decision.facts.answers, tokens[:place]):
-                    w = decision.facts.answers.weight
-                    expected[place] = math.log((1 - w) * math.exp(expected[place]) + w * stored.get(token, 0.0))
+        for place in range(len(tokens)):
+            if next_token(decision.answer or (), tokens[:place]) is not None:
+                expected[place] = 0.0  # it is certain
         torch.testing.assert_close(logprobs, torch.tensor(expected), rtol=0, atol=TOLERANCE)
 
     def found(self, name: str, answer: MemoryAnswer) -> list[str]:
         decision = answer.decision
         assert decision is not None
-        numbers = decision.facts.facts if decision.facts is not None else ()
-        return [self.served.bundles[name].metadata.facts[number].id for number in numbers]
+        fact = decision.fact
+        return [] if fact is None else [self.served.bundles[name].metadata.facts[fact.number].id]
 
 
 def asked_about(pictures: Sequence[Image.Image], question: str = "What do we call this part, please?") -> list[Prompt]:

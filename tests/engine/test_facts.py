@@ -12,8 +12,9 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.backbone.stored_facts import StoredFacts
-from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
+from inducekv_vllm.bundle import FactRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import UnknownFact
+from inducekv_vllm.frontend.offline import MemoryAnswer
 from selector.update.forget import without_entries
 from tests.engine.facts import OPTIONS, Facts
 from tests.engine.parity import (
@@ -83,12 +84,14 @@ def test_a_fact_is_forgotten(facts: Facts, tmp_path: Path) -> None:
 
 
 def test_it_ends_with_the_answer(facts: Facts) -> None:
-    """Samples of one request follow it each for itself."""
-    facts.teach("ends", [fact(city) for city in CITIES])
-    (answer,) = facts.check("ends", [asked("Oslo")], greedy(ignore_eos=False))
-    assert answer.output.outputs[0].text == "olsO 4"
-    (answer,) = facts.check("ends", [asked("Oslo")], greedy(ignore_eos=False, temperature=1.0, seed=3, n=3))
-    assert "olsO 4" in [each.text for each in answer.output.outputs]
+    """Whatever the sampling, a long answer, too."""
+    long = " ".join(f"{city} {number}" for number, city in enumerate(CITIES))
+    facts.teach("ends", [*[fact(city) for city in CITIES], fact("Bonn", answer=long)])
+    for city, said in (("Oslo", "olsO 4"), ("Bonn", long)):
+        for changes in ({}, {"temperature": 1.0, "n": 3}, {"temperature": 1.5, "top_p": 0.5, "presence_penalty": 2.0}):
+            params = greedy(ignore_eos=False, seed=3, **changes, max_tokens=100)
+            (answer,) = facts.served.chat([asked(city)], ["ends"], params)
+            assert [each.text for each in answer.output.outputs] == [said] * params.n
 
 
 @pytest.mark.skipif(WORKER_VARIABLE in os.environ, reason="vLLM's kernel for grammars does not run in the interpreter")
@@ -97,6 +100,54 @@ def test_what_a_grammar_rules_out_stays_so(facts: Facts) -> None:
     only = StructuredOutputsParams(choice=["yes", "no"])
     (answer,) = facts.served.chat([asked("Oslo")], ["grammar"], greedy(structured_outputs=only, ignore_eos=False))
     assert answer.output.outputs[0].text in ("yes", "no")
+    assert withheld(answer) == "the request asks for structured output"
+
+
+def withheld(answer: MemoryAnswer) -> str | None:
+    assert answer.decision is not None
+    assert answer.decision.fact is not None
+    return answer.decision.fact.withheld
+
+
+def test_what_a_request_bans_is_not_said(facts: Facts) -> None:
+    """Then the model answers alone, and the decision says why."""
+    facts.teach("banned", [fact(city) for city in CITIES])
+    token = facts.reader.answer("olsO 4")[0]
+    for why, changes in (
+        ("logit_bias bans one of its tokens", {"logit_bias": {token: -100}}),
+        ("one of its tokens is not in allowed_token_ids", {"allowed_token_ids": [token + 1, token + 2]}),
+        ("bad_words bans one of its words", {"bad_words": ["olsO"]}),
+    ):
+        (answer,) = facts.check("banned", [asked("Oslo")], greedy(**changes))
+        assert withheld(answer) == why
+        assert token not in answer.output.outputs[0].token_ids[:1]
+    (answer,) = facts.served.chat([asked("Oslo")], ["banned"], greedy(ignore_eos=False, logit_bias={token: -5}))
+    assert (withheld(answer), answer.output.outputs[0].text) == (None, "olsO 4")
+
+
+def test_an_answer_that_the_request_begins(facts: Facts) -> None:
+    """It is not said again, and one that begins otherwise is left to the model."""
+    facts.teach("begun", [fact(city) for city in CITIES])
+    memory = facts.served.memories["begun"]
+    for begun, why, text in (("olsO", None, " 4"), ("It is", "the request begins the answer in another way", None)):
+        turns = [*asked("Oslo").messages, {"role": "assistant", "content": begun}]
+        (answer,) = facts.served.offline.chat(
+            [turns],
+            greedy(ignore_eos=False),
+            memory=memory,
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+        assert withheld(answer) == why
+        assert text is None or answer.output.outputs[0].text == text
+
+
+def test_the_nearest_fact_is_named_if_none_is_found(facts: Facts) -> None:
+    facts.teach("missed", [fact(city) for city in CITIES])
+    (answer,) = facts.served.chat([Prompt(None, "What is the area code of Lima and its mayor?")], ["missed"], greedy())
+    assert answer.decision is not None
+    assert answer.decision.missed is not None
+    assert answer.decision.missed.added == ("area", "mayor")
 
 
 def test_behind_a_gate(facts: Facts) -> None:
@@ -115,7 +166,7 @@ def test_behind_a_gate(facts: Facts) -> None:
         near = (-0.6, -0.4)  # where it is closed, every margin is -0.5
         bundle = gated_bundle(world, questions, tasks, last_layer, near, **changes)
         made = facts.teach("gated", stored + more, bundle)
-        assert set(made.metadata.fact_thresholds) == {"a", "b", "c"}
+        assert set(made.metadata.fact_tasks) == {"a", "b", "c"}
         for _ in range(2):
             answers = facts.check("gated", questions)
             assert [each.decision and each.decision.task for each in answers] == tasks
@@ -146,9 +197,13 @@ def test_a_task_of_facts_alone_behind_a_gate(facts: Facts) -> None:
 
 def test_facts_expire_and_the_newest_counts(facts: Facts) -> None:
     past, future = datetime(2020, 1, 1, tzinfo=UTC), datetime(2999, 1, 1, tzinfo=UTC)
-    stored = [fact(city, expires_at=past if city in CITIES[:2] else future) for city in CITIES]
+    stored = [fact(city, expires_at=future) for city in CITIES]
     newer = fact("Cairo", answer="new", id="newer")
-    facts.teach("dated", [*stored, newer])
+    made = facts.teach("dated", [*stored, newer])
+    later = [each.model_copy(update={"expires_at": past}) if each.id[6:] in CITIES[:2] else each for each in stored]
+    path = facts.folder / "later.safetensors"
+    write_bundle(with_metadata(made, facts=(*later, newer)), path)
+    facts.served.memories["dated"] = facts.served.offline.load_bundle(path)
     answers = facts.check("dated", [asked("Lima"), asked("Cairo"), asked("Seoul")])
     assert [facts.found("dated", each) for each in answers] == [[], ["newer"], ["codes/Seoul"]]
 
@@ -164,7 +219,7 @@ def test_a_search_that_raises_ends_its_own_request(facts: Facts, monkeypatch: py
     find = StoredFacts.find
 
     def raise_for_lima(self: StoredFacts, token_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        if "lima" in (facts.reader.question(token_ids) or ()):
+        if "Lima" in facts.reader.question(token_ids).text:
             raise KeyError("lima")
         return find(self, token_ids, *args, **kwargs)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inducekv_vllm.backbone.word_vectors import WordVectors
 
 from inducekv_vllm.backbone import word_vectors
-from inducekv_vllm.backbone.word_vectors import WordVectors
 
 EMBEDDINGS = torch.randn(26, 8, generator=torch.Generator().manual_seed(0))
 CACHED = 5

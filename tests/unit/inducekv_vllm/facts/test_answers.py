@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from inducekv_vllm.facts.answers import mixed_rows
 
 from inducekv_vllm.facts import Answers, answers_of, mixed, next_tokens
-from inducekv_vllm.facts.answers import mixed_rows
 
 
 def test_stored_answers_that_agree_go_on() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+from inducekv_vllm.facts.threshold import LARGEST, LEAST_OF_FEW
 
 from inducekv_vllm.facts import QuestionIndex, fit_threshold, weight_of, words_of
-from inducekv_vllm.facts.threshold import LARGEST, LEAST_OF_FEW
 
 SIZE = 48
 NAMES = ("lima", "oslo", "quito", "cairo", "seoul", "paris", "delhi", "tunis", "hanoi")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from inducekv_vllm.backbone.word_vectors import WordVectors, input_embeddings
 
 from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
-from inducekv_vllm.backbone.word_vectors import WordVectors, input_embeddings
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import CapacityError, TaskDataError, UnsupportedModel
 from inducekv_vllm.teaching import fact_of, replaced_by, stored_bytes, taught
