@@ -13,9 +13,9 @@ from .protocol import Decision
 BANNED: Final = -100.0  # a bias that bans a token
 
 
-def permitted(decision: Decision, params: SamplingParams) -> Decision:
+def permitted(decision: Decision, params: SamplingParams | None) -> Decision:
     """The decision for a request with these parameters: its fact is withheld if they forbid the answer."""
-    if decision.fact is None or decision.answer is None:
+    if params is None or decision.fact is None or decision.answer is None:
         return decision
     return replace(decision, fact=replace(decision.fact, withheld=why_forbidden(params, decision.answer)))
 

@@ -193,14 +193,16 @@ def _numbers(wanted: Sentence, terms: Sequence[Term]) -> str | None:
     """Numbers must be the same; a symbol that is stored must be there."""
     stored = {term.word for term in wanted.values() if term.is_exact}
     asked = {term.word for term in terms if term.is_exact}
-    different = [word for word in sorted(stored - asked)] + [
-        word for word in sorted(asked - stored) if word[-1].isdigit()
-    ]
+    numbers = {word for word in asked - stored if word[-1].isdigit()}
+    different = [*sorted(stored - asked), *sorted(numbers)]
     return f"{different[0]!r} is in one of them alone" if different else None
 
 
 def _asks_alike(stored: str | None, asked: str | None, is_all: bool) -> bool:
-    """Whether one answer can be right for both. "What" asks for all but reasons, ways and, unless all else is equal, people."""
+    """Whether one answer can be right for both.
+
+    "What" may ask for all but reasons, ways and truth, and for people if all else is equal.
+    """
     kinds = {stored, asked}
     if None in kinds or len(kinds) == 1:
         return True

@@ -118,7 +118,7 @@ def test_what_a_request_bans_is_not_said(facts: Facts) -> None:
         ("one of its tokens is not in allowed_token_ids", {"allowed_token_ids": [token + 1, token + 2]}),
         ("bad_words bans one of its words", {"bad_words": ["olsO"]}),
     ):
-        (answer,) = facts.check("banned", [asked("Oslo")], greedy(**changes))
+        (answer,) = facts.served.chat([asked("Oslo")], ["banned"], greedy(**changes))
         assert withheld(answer) == why
         assert token not in answer.output.outputs[0].token_ids[:1]
     (answer,) = facts.served.chat([asked("Oslo")], ["banned"], greedy(ignore_eos=False, logit_bias={token: -5}))
