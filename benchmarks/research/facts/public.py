@@ -1,0 +1,189 @@
+"""Facts on other people's questions: what is answered from the memory, and what must stay untouched.
+
+    python -m benchmarks.research.facts.public --data DIR [--sizes 100 1000 10000] [--only NAME ...] [--output FILE]
+
+DIR has a folder for each set, with JSON lines (`.jsonl` or `.jsonl.gz`) of these forms:
+
+    {"question": ..., "answer": ..., "paraphrases": [...], "locality": [{"question": ..., "answer": ..., "kind": ...}]}
+    {"question": ..., "answer": ..., "same": [...], "other": [...]}          the same, with one kind of locality
+    {"multi_hop": [...]}                                                     questions that no fact of the set answers
+    {"question": ...} or {"text": ...}                                       requests that no set answers
+
+Where locality asks what other rows of the set do, every second row is taught. A set's facts are taught in the given
+sizes, and all of them; "together" has those of all sets. `stored` is the share of the taught questions that get their
+own answer; `in other words` that of paraphrases, the measure that editors call generalisation; `wrong` the paraphrases
+that get another answer; everything else is the share that is answered although it must not be, by kind. Words alone
+decide, without a model. Prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.machine import describe_machine
+from inducekv_vllm.facts import QuestionIndex, same_words
+
+RESULTS: Final = Path(__file__).parents[2] / "results" / "facts_public.json"
+SIZES: Final = (100, 1000, 10_000)
+TOGETHER: Final = "together"
+MULTI_HOP, RESEMBLES = "multi-hop", "resembles"
+
+
+@dataclass(frozen=True)
+class Fact:
+    question: str
+    answer: str
+    paraphrases: Sequence[str]
+    locality: Sequence[tuple[str, str | None, str]]  # questions with their answers, if they are known, and kinds
+
+
+@dataclass
+class FactSet:
+    name: str
+    facts: list[Fact] = field(default_factory=list)
+    untouched: list[tuple[str, str]] = field(default_factory=list)  # questions with their kinds
+
+
+@dataclass
+class Share:
+    """Of questions of one kind, those that are answered so."""
+
+    answered: int = 0
+    asked: int = 0
+
+    def add(self, answered: bool) -> None:
+        self.answered, self.asked = self.answered + answered, self.asked + 1
+
+    def as_json(self) -> dict[str, Any]:
+        return {"share": self.answered / self.asked if self.asked else None, "of": self.asked}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the folder with a folder for each set")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="facts taught at a time (%(default)s)")
+    parser.add_argument("--only", nargs="+", help="sets (default: all, and all together)")
+    parser.add_argument("--seed", type=int, default=0, help="of which facts a smaller size has (%(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file (%(default)s)")
+    options = parser.parse_args(arguments)
+    sets, outside = read_sets(options.data)
+    if not sets:
+        print(f"{options.data}: no set of facts found", file=sys.stderr)
+        return 2
+    found: list[dict[str, Any]] = []
+    for each in chosen(sets, options.only):
+        for size in sizes_of(each, options.sizes):
+            found.append(measured(each, size, outside, Random(options.seed)))
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    options.output.write_text(json.dumps({"machine": describe_machine(), "rows": found}, indent=1) + "\n")
+    print(table(found))
+    return 0
+
+
+def read_sets(folder: Path) -> tuple[list[FactSet], dict[str, list[str]]]:
+    """The sets, and by name the requests that none of them answers."""
+    sets, outside = list[FactSet](), dict[str, list[str]]()
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        made = FactSet(path.name)
+        for row in (row for file in sorted(path.glob("*.jsonl*")) for row in rows_of(file)):
+            if "multi_hop" in row:
+                made.untouched += [(question, MULTI_HOP) for question in row["multi_hop"]]
+            elif "question" in row and ("paraphrases" in row or "same" in row):
+                made.facts.append(fact_of_row(row))
+            elif "intent" not in row and ("text" in row or "question" in row):
+                outside.setdefault(path.name, []).append(str(row.get("text", row.get("question"))))
+        if made.facts:
+            sets.append(made)
+    return sets, outside
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    with opened as lines:
+        yield from map(json.loads, lines)
+
+
+def fact_of_row(row: Mapping[str, Any]) -> Fact:
+    locality = [(each["question"], each.get("answer"), each["kind"]) for each in row.get("locality", ())]
+    locality += [(question, None, RESEMBLES) for question in row.get("other", ())]
+    answer = row.get("answer") or row.get("id") or row["question"]
+    return Fact(row["question"], str(answer), row.get("paraphrases") or row.get("same") or (), locality)
+
+
+def chosen(sets: Sequence[FactSet], only: Sequence[str] | None) -> list[FactSet]:
+    together = FactSet(TOGETHER, [Fact(fact.question, fact.answer, (), ()) for each in sets for fact in each.facts])
+    return [each for each in [*sets, together] if only is None or each.name in only]
+
+
+def sizes_of(facts: FactSet, sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size < len(facts.facts)] + [len(facts.facts)]
+
+
+def measured(facts: FactSet, size: int, outside: Mapping[str, Sequence[str]], random: Random) -> dict[str, Any]:
+    """One row of the table: shares by what was asked."""
+    asked_of_others = {same_words(question) for fact in facts.facts for question, _, _ in fact.locality}
+    is_web = any(same_words(fact.question) in asked_of_others for fact in facts.facts)
+    taught = facts.facts[::2] if is_web else list(facts.facts)
+    if size < len(taught):
+        taught = random.sample(taught, size)
+    known = {same_words(fact.question): fact for fact in taught}  # of equal questions the last counts
+    taught = list(known.values())
+    index, seconds = QuestionIndex([fact.question for fact in taught]), list[float]()
+    shares: dict[str, Share] = {"stored": Share(), "in other words": Share(), "wrong": Share()}
+
+    def ask(text: str) -> Fact | None:
+        began = time.perf_counter()
+        found = index.find(text)
+        seconds.append(time.perf_counter() - began)
+        return taught[found.number] if found is not None and found.comparison.is_asked else None
+
+    def untouched(kind: str, text: str, answer: str | None = None) -> None:
+        found, own = ask(text), known.get(same_words(text))
+        shares.setdefault(kind, Share()).add(found is not None and found is not own and found.answer != answer)
+
+    for fact in taught:
+        shares["stored"].add(ask(fact.question) is fact)
+        for paraphrase in fact.paraphrases:
+            found = ask(paraphrase)
+            shares["in other words"].add(found is not None and found.answer == fact.answer)
+            shares["wrong"].add(found is not None and found.answer != fact.answer)
+        for question, answer, kind in fact.locality:
+            untouched(kind, question, answer)
+    for question, kind in facts.untouched:
+        untouched(kind, question)
+    for name, texts in outside.items():
+        for text in texts:
+            untouched(name, text)
+    rows = {name: share.as_json() for name, share in shares.items() if share.asked}
+    return {"set": facts.name, "facts": len(taught), "ms": 1000 * median(seconds), "shares": rows}
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown; kinds of what must stay untouched in one column."""
+    lines = [
+        "| taught | facts | stored | in other words | wrong | answered, and must not be | ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    first = ("stored", "in other words", "wrong")
+    for row in found:
+        shares = row["shares"]
+        cells = [f"{shares[name]['share']:.3f}" if name in shares else "" for name in first]
+        others = ", ".join(
+            f"{name} {share['share']:.3f} of {share['of']:,}" for name, share in shares.items() if name not in first
+        )
+        lines.append(f"| {row['set']} | {row['facts']:,} | {' | '.join(cells)} | {others} | {row['ms']:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
