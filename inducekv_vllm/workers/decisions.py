@@ -204,7 +204,7 @@ class Decisions:
     def _taken_up(self, request: WorkerRequest, decision: Decision) -> Decision:
         """A decision that the running step's later work follows."""
         try:
-            self._requests.take_up(request, decision.start(len(request.prompt)))
+            self._requests.take_up(request, decision)
         except Exception as error:
             return Decision(Failed(str(failure_of(error))))
         return decision

@@ -163,12 +163,12 @@ class WorkerRequests:
         for request_id, start in starts.items():
             self._settle(self.by_id[request_id], start, runner, is_running=request_id in cached.req_ids)
 
-    def take_up(self, request: WorkerRequest, start: Start) -> None:
-        """From its next rows on, the request reads the memory and follows the answers that it starts with."""
-        if start.answers is not None:
-            request.follow_answers(start.answers)
-        if start.injection is not None:
-            self._inject(request, start.injection)
+    def take_up(self, request: WorkerRequest, decided: Decision | Start) -> None:
+        """From its next rows on, the request reads the memory and follows the answers that were decided."""
+        if decided.answers is not None:
+            request.follow_answers(decided.answers)
+        if decided.injection is not None:
+            self._inject(request, decided.injection)
 
     def _start(self, data: NewRequestData) -> None:
         """Start a request that asks for memory, or let a known one go on.
