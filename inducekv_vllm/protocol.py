@@ -161,6 +161,11 @@ class Decision:
         return self.outcome if isinstance(self.outcome, InjectionSpec) else None
 
     @property
+    def answers(self) -> Answers | None:
+        """The stored ones that enter the next token's distribution."""
+        return None if self.facts is None else self.facts.answers
+
+    @property
     def entries(self) -> Sequence[tuple[int, float]]:
         """The entries that are injected, each with its weight."""
         spec = self.injection
@@ -205,8 +210,7 @@ class Decision:
     def start(self, prompt_tokens: int, media: Sequence[Any] | None = None) -> Start:
         """What the request goes on with. Arguments as for `redo_from` and `Start`."""
         changes = None if isinstance(self.outcome, Untouched | Failed) else self.outcome
-        answers = None if self.facts is None else self.facts.answers
-        return Start(self.redo_from(prompt_tokens), changes, answers, media)
+        return Start(self.redo_from(prompt_tokens), changes, self.answers, media)
 
     def pack(self) -> str:
         """As one string, which costs an output little: it is packed once, and copied."""

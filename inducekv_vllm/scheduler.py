@@ -146,11 +146,6 @@ class _MemoryRequests(Scheduler):
         self._deliver(outputs)
         return outputs
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left of any request."""
-        return not self.asked
-
     # ---- decisions -----------------------------------------------------------------------------------------------
 
     def _decided(self, request_id: str, decision: Decision, output: ModelRunnerOutput) -> Start | None:

@@ -1,6 +1,6 @@
 """Metrics of the loaded bundles and their changes; vLLM's route `/metrics` exports them.
 
-`inducekv_vllm/frontend/metrics.py` has those of the requests.
+`inducekv_vllm/frontend/observation.py` has those of the requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import vllm
 from prometheus_client import Counter, Gauge, Histogram
 
 import inducekv_vllm
-from inducekv_vllm.frontend.metrics import BundleMetrics, end_series, several_processes
+from inducekv_vllm.frontend.observation import BundleMetrics, end_series, several_processes
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 
 from .changes import Change

@@ -12,7 +12,6 @@
     resident_bundle.py  a bundle in the pool, shared by all requests
     kernel_tables.py  what every slot reads, as tensors that the GPU kernels know
     slots.py          what one memory is read from, by all requests that have it
-    rows.py           the rows of a step that memory acts on
     merged/           merged memory: backends, CPU attention, one softmax of two parts
     kernels/          memory attention on GPUs, in Triton
 

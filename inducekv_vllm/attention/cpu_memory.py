@@ -14,8 +14,7 @@ from .cpu_ops import packed_values
 from .decoupled import DecoupledStep, active_rows
 from .memory_attention import attach_to_decoders, dtype_of
 from .merged.cpu_backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_layout
-from .rows import ActingRows, HasMemory, acting_rows
-from .slots import RequestMemory
+from .slots import ActingRows, RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -30,12 +29,10 @@ logger = logger_of(__name__)
 class CPUMemoryAttention:
     """`MemoryAttention` on the CPU."""
 
-    def __init__(self, requests: Mapping[str, HasMemory], model: ModelConfig) -> None:
-        """`requests` are the running ones, by id."""
+    def __init__(self, model: ModelConfig) -> None:
         self.merged_refusal: UnsupportedModel | None = None
         self.most_entries: int | None = None
         self.decoupled = DecoupledStep()
-        self._requests = requests
         self._model = model
         self._merged: list[ActingRows] = []  # of merged memory, in the running step
 
@@ -67,9 +64,8 @@ class CPUMemoryAttention:
     def fill(self, memory: RequestMemory) -> None:
         """Nothing is copied: the steps read the memory itself."""
 
-    def begin_step(self, rows: StepRows) -> None:
+    def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
         """See `MemoryAttention`."""
-        acting = acting_rows(self._requests, rows)
         self._merged = [each for each in acting if each.memory.bundle.form == "merged"]
         self.decoupled.merged = active_rows(self._merged)
         self.decoupled.active = active_rows([each for each in acting if each.memory.bundle.form == "decoupled"])

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from .cpu_ops import finite_or, fused_attention, is_finite
 from .resident_bundle import LayerMemory
-from .rows import ActingRows
-from .slots import RequestMemory
+from .slots import ActingRows, RequestMemory
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,7 @@ from .kernels.layout import LayerPool, StepTensors
 from .kernels.tiles import LaunchShape, Processors, idle_plan
 from .memory_attention import attach_to_decoders
 from .pool import MemoryPool
-from .rows import HasMemory, acting_rows
-from .slots import RequestMemory
+from .slots import ActingRows, RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -46,7 +45,6 @@ class KernelMemoryAttention:
         self,
         pool: MemoryPool,
         tables: KernelTables,
-        requests: Mapping[str, HasMemory],
         device: Device,
         model: ModelConfig,
         processors: Processors,
@@ -56,12 +54,11 @@ class KernelMemoryAttention:
         """Raises UnsupportedModel if the kernels cannot serve this model.
 
         Args:
-            requests: the running ones, by id.
             most_graph_rows: rows of the largest graph that has attention in it; 0 if there is none.
             add_memory: `kernels.launch.add_memory`, or another function that does the same.
         """
         self.merged_refusal: UnsupportedModel | None = None
-        self._requests, self._device, self._model = requests, device, model
+        self._device, self._model = device, model
         self._most_graph_rows, self._add_memory = most_graph_rows, add_memory
         self.most_entries: int | None = tables.most_entries
         self._tables = tables
@@ -106,10 +103,10 @@ class KernelMemoryAttention:
 
     # ---- before a step ------------------------------------------------------------------------------------------
 
-    def begin_step(self, rows: StepRows) -> None:
+    def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
         """See `MemoryAttention`."""
         self._in_step = True
-        found = rows_with_memory(acting_rows(self._requests, rows), sum(rows.num_scheduled))
+        found = rows_with_memory(acting, sum(rows.num_scheduled))
         if rows.graph_rows is not None:
             if found is None:
                 self._graphs.clear()

@@ -17,7 +17,7 @@ from ..vllm_seams.device import Device
 from .kernels.geometry import KernelGeometry, MemoryRows
 from .kernels.layout import StepTensors
 from .kernels.tiles import LaunchShape, plan_tiles
-from .rows import ActingRows
+from .slots import ActingRows
 
 
 def rows_with_memory(acting: Sequence[ActingRows], num_rows: int) -> MemoryRows | None:

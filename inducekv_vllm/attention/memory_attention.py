@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..errors import UnsupportedModel
     from ..vllm_seams.runner import StepRows
-    from .slots import RequestMemory
+    from .slots import ActingRows, RequestMemory
 
 
 class MemoryAttention(Protocol):
@@ -44,8 +44,8 @@ class MemoryAttention(Protocol):
         """A slot is about to be read, and this is what it reads."""
         ...
 
-    def begin_step(self, rows: StepRows) -> None:
-        """Find the memory of the step's rows, before its attention metadata is built.
+    def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
+        """Take the step's rows that memory acts on, in their order, before its attention metadata is built.
 
         A step without a graph may be begun again in a layer's forward pass, if decoupled memory has joined.
         """

@@ -141,6 +141,16 @@ class RequestMemory:
         return stored.keys[:, self.tokens], stored.values[:, self.tokens]
 
 
+@dataclass(frozen=True, eq=False)
+class ActingRows:
+    """The rows of one request that its memory acts on: `first` to `end` of the step's query tensor, at least one."""
+
+    memory: RequestMemory
+    request: int  # its number in the step
+    first: int
+    end: int
+
+
 @dataclass
 class _Held:
     memory: RequestMemory

@@ -27,19 +27,10 @@ from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..protocol import Decision, decision_without_worker
 from ..vllm_seams.config import InduceKVConfig
 from .journal import EngineJournal
-from .metrics import BundleMetrics
-from .observation import Observation, observing
-from .options import (
-    cache_salt_of,
-    mm_items,
-    prompt_token_ids,
-    read_options,
-    refuse_options,
-    require_rendered,
-    with_spec,
-)
+from .observation import BundleMetrics, Observation, observing
 from .owner import OWNER
 from .pictures import picture_params, state_in
+from .request import EngineRequest, cache_salt_of, engine_request, mm_items, refuse_options, require_rendered
 from .served_bundle import ServedBundle
 from .stopping import EngineStop
 from .trace import describe
@@ -111,17 +102,17 @@ class MemoryEngine:
             if not isinstance(lora_request, MemoryRequest):
                 refuse_options(sampling_params)
                 return self._plain_generate(prompt, sampling_params, request_id, lora_request=lora_request, **options)
-            rendered, name = require_rendered(prompt), lora_request.lora_name
+            rendered, name, owner = require_rendered(prompt), lora_request.lora_name, OWNER.get()
             with self._lease(name) as lease:
-                read_options(sampling_params, lease.memory)
-        return self._generate_with_memory(name, OWNER.get(), rendered, sampling_params, request_id, options)
+                request = self._request(lease, rendered, sampling_params, owner)
+        return self._generate_with_memory(name, owner, rendered, request, request_id, options)
 
     async def _generate_with_memory(
         self,
         name: str,
         owner: str,
         prompt: EngineInput,
-        params: SamplingParams,
+        request: EngineRequest,
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -129,22 +120,13 @@ class MemoryEngine:
             with self._invalidating_mm_cache(prompt):
                 stack.enter_context(self._stop.running())
                 lease = stack.enter_context(self._lease(name))
-                memory_options = read_options(params, lease.memory)
+                if lease.memory is not request.memory:  # another version has taken its place since the call
+                    request = self._request(lease, prompt, request.user_params, owner)
             memory, metrics = lease.memory, lease.metrics or BundleMetrics(name, exported=False)
             observed = stack.enter_context(observing(metrics, memory, options.get("trace_headers"), self._tracing))
-            spec = memory.spec(
-                memory_options.top_k or self._config.top_k,
-                self._config.remainder,
-                prompt_token_ids(prompt),
-                self._placeholders,
-                owner,
-                lease.task_adapters,
-            )
             options = {**options, "trace_headers": observed.trace_headers}
-            outputs = self._plain_generate(
-                prompt, with_spec(params, spec), request_id, lora_request=lease.adapter, **options
-            )
-            decision = decision_without_worker(spec)
+            outputs = self._plain_generate(prompt, request.params, request_id, lora_request=lease.adapter, **options)
+            decision = decision_without_worker(request.spec)
             packed: str | None = None
             is_noted = False
             async with contextlib.aclosing(outputs):
@@ -159,7 +141,7 @@ class MemoryEngine:
                         await self._note(request_id, owner, metrics.bundle, memory, decision, observed)
                     if output.finished:
                         observed.finished(output)
-                    if output.finished and memory_options.trace and decision is not None:
+                    if output.finished and request.is_traced and decision is not None:
                         trace = {**describe(metrics.bundle, memory, decision), "timings": observed.timings}
                         if self._journal is not None:
                             await self._journal.put_trace(owner, cache_salt_of(prompt), request_id, trace)
@@ -186,6 +168,10 @@ class MemoryEngine:
             async for output in self._plain_generate(prompt, picture_params(), f"picture-{uuid4()}"):
                 decision = pop_decision(output) or decision
         return state_in(decision)
+
+    def _request(self, lease: Lease, prompt: EngineInput, params: SamplingParams, owner: str) -> EngineRequest:
+        memory, adapters = lease.memory, lease.task_adapters
+        return engine_request(memory, prompt, params, self._config, self._placeholders, owner, adapters)
 
     async def _note(
         self, request_id: str, owner: str, name: str, memory: ServedBundle, decision: Decision, observed: Observation

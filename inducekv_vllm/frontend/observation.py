@@ -1,21 +1,119 @@
-"""What is measured of one request with memory: its metrics, its span, and the times in its trace."""
+"""What is measured of requests with memory: metrics for Prometheus, spans for OpenTelemetry, the times in a trace.
+
+vLLM's route `/metrics` exports the metrics. Every name begins with `inducekv:`. Series with the label `bundle` begin
+when a bundle of that name is loaded and end when it is unloaded. `server/metrics.py` has those of the bundles
+themselves.
+
+vLLM makes one span `llm_request` for each request of the engine when it has ended, from a fixed list of attributes; it
+offers no place to add any. So a request with memory gets a span of its own, `inducekv_request`, and vLLM's is its
+child: vLLM takes the parent of a span from the request's trace headers.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Final, get_args
 
+from opentelemetry.trace import Span, SpanKind, get_tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace.status import StatusCode
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
-from ..protocol import Decision, Untouched
-from .metrics import BundleMetrics
+from ..gate import Closed
+from ..protocol import Decision, Source, Untouched
 from .served_bundle import ServedBundle
-from .spans import RequestSpan
 
-CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError)  # answered with 4xx
+CLIENT_ERRORS: Final = (VLLMClientError, ValueError, TypeError)  # answered with 4xx
+SPAN: Final = "inducekv_request"
+SOURCES: Final[tuple[Source, ...]] = get_args(Source)
+
+# Of vLLM's own histograms of latencies, so that a dashboard can draw both with one scale.
+TO_FIRST_TOKEN: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+WHOLE_ANSWER: Final = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+RETRIEVAL: Final = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
+COSINES: Final = (-0.5, 0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99)
+MARGINS: Final = (
+    *(-20.0, -15.0, -10.0, -7.0, -5.0, -4.0, -3.0, -2.0, -1.0, -0.5, 0.0),
+    *(0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 15.0, 20.0),
+)  # log-odds
+CLOSED: Final[tuple[Closed, ...]] = get_args(Closed)
+
+REQUESTS = Counter(
+    "inducekv:requests",
+    "Requests to a memory bundle, by its relevance gate: open for a task, closed (outside, below_threshold), or none.",
+    ["bundle", "gate", "task"],
+)
+DECISIONS = Counter(
+    "inducekv:decisions",
+    "Decisions by source: computed from the prompt, cached for the same prompt, or none was needed.",
+    ["bundle", "source"],
+)
+FAILURES = Counter("inducekv:request_failures", "Requests to a memory bundle that an error has ended.", ["bundle"])
+ACTIVE = Gauge(
+    "inducekv:active_requests",
+    "Requests that run with a memory bundle, on any of its versions.",
+    ["bundle"],
+    multiprocess_mode="livesum",
+)
+DECISION_SECONDS = Histogram(
+    "inducekv:decision_seconds", "Seconds of the gate and the search for entries.", ["bundle"], buckets=RETRIEVAL
+)
+FIRST_TOKEN_SECONDS = Histogram(
+    "inducekv:time_to_first_token_seconds",
+    "Seconds to the first token of a request with memory.",
+    ["bundle"],
+    buckets=TO_FIRST_TOKEN,
+)
+REQUEST_SECONDS = Histogram(
+    "inducekv:request_seconds", "Seconds of a request with memory.", ["bundle"], buckets=WHOLE_ANSWER
+)
+SIMILARITY = Histogram(
+    "inducekv:similarity",
+    "Cosine of a query key and the retrieval key closest to it, where entries were retrieved.",
+    ["bundle"],
+    buckets=COSINES,
+)
+GATE_MARGIN = Histogram(
+    "inducekv:gate_margin",
+    "Largest margin of the relevance gate; the gate is open from 0 on.",
+    ["bundle"],
+    buckets=MARGINS,
+)
+FACTS = Counter("inducekv:fact_requests", "Requests that a fact of the bundle was found for.", ["bundle"])
+BY_BUNDLE_ALONE: Final[tuple[Counter | Gauge | Histogram, ...]] = (
+    *(FAILURES, ACTIVE, FACTS),
+    *(DECISION_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SECONDS, SIMILARITY, GATE_MARGIN),
+)
+OF_A_BUNDLE: Final = (REQUESTS, DECISIONS, *BY_BUNDLE_ALONE)
+
+
+@contextmanager
+def observing(
+    metrics: BundleMetrics, memory: ServedBundle, headers: Mapping[str, str] | None, tracing: bool
+) -> Iterator[Observation]:
+    """Observe one request from its beginning to its end; `headers` are the trace headers that it came with."""
+    span = RequestSpan(tracing, headers, metrics.bundle, memory)
+    observed = Observation(metrics, span)
+    with metrics.active():
+        try:
+            yield observed
+        except Exception as error:
+            observed.failed(error)
+            raise
+        finally:
+            span.end()
 
 
 class Observation:
@@ -59,18 +157,129 @@ class Observation:
         }
 
 
-@contextmanager
-def observing(
-    metrics: BundleMetrics, memory: ServedBundle, headers: Mapping[str, str] | None, tracing: bool
-) -> Iterator[Observation]:
-    """Observe one request from its beginning to its end; `headers` are the trace headers that it came with."""
-    span = RequestSpan(tracing, headers, metrics.bundle, memory)
-    observed = Observation(metrics, span)
-    with metrics.active():
+def several_processes() -> bool:
+    """Whether processes share their metrics in a folder. prometheus_client cannot end a series there."""
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ
+
+
+def end_series(metric: Counter | Gauge | Histogram, bundle: str) -> None:
+    """Export the series of a bundle no longer, if that can be done."""
+    if not several_processes():
+        metric.remove_by_labels({"bundle": bundle})
+
+
+class BundleMetrics:
+    """The series of one name. A request holds on to it, so that it does not begin series that have ended."""
+
+    def __init__(self, bundle: str, *, exported: bool = True) -> None:
+        self.bundle = bundle
+        self._exported = exported
+
+    def begin(self, memory: ServedBundle) -> None:
+        """Begin the series at 0, those of the gate's tasks included: a rate needs what was before the first request."""
+        tasks = memory.metadata.gate_tasks
+        verdicts = [*(("open", task) for task in tasks), *((reason, "") for reason in CLOSED)] or [("none", "")]
+        for verdict in verdicts:
+            REQUESTS.labels(self.bundle, *verdict)
+        for source in SOURCES:
+            DECISIONS.labels(self.bundle, source)
+        for metric in BY_BUNDLE_ALONE:
+            metric.labels(self.bundle)
+
+    def end(self) -> None:
+        self._exported = False
+        for metric in OF_A_BUNDLE:
+            end_series(metric, self.bundle)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Count a request as running."""
+        if not self._exported:
+            yield
+            return
+        running = ACTIVE.labels(self.bundle)  # this one: another of the same name may follow it
+        running.inc()
         try:
-            yield observed
-        except Exception as error:
-            observed.failed(error)
-            raise
+            yield
         finally:
-            span.end()
+            running.dec()
+
+    def decided(self, decision: Decision) -> None:
+        if not self._exported:
+            return
+        DECISIONS.labels(self.bundle, decision.source).inc()
+        REQUESTS.labels(self.bundle, decision.verdict, decision.task or "").inc()
+        if decision.source == "computed":
+            DECISION_SECONDS.labels(self.bundle).observe(decision.seconds)
+        if decision.margins is not None:
+            GATE_MARGIN.labels(self.bundle).observe(max(decision.margins))
+        if decision.facts is not None:
+            FACTS.labels(self.bundle).inc()
+        if decision.similarity is not None:
+            SIMILARITY.labels(self.bundle).observe(decision.similarity)
+
+    def first_token(self, seconds: float) -> None:
+        if self._exported:
+            FIRST_TOKEN_SECONDS.labels(self.bundle).observe(seconds)
+
+    def answered(self, seconds: float) -> None:
+        if self._exported:
+            REQUEST_SECONDS.labels(self.bundle).observe(seconds)
+
+    def failed(self) -> None:
+        if self._exported:
+            FAILURES.labels(self.bundle).inc()
+
+
+class RequestSpan:
+    """The span of one request with memory. Without tracing it does nothing."""
+
+    def __init__(self, enabled: bool, headers: Mapping[str, str] | None, bundle: str, memory: ServedBundle) -> None:
+        """`headers` are the trace headers of the HTTP request."""
+        self.headers: Mapping[str, str] | None = headers  # for the engine
+        self._span: Span | None = None
+        if enabled:
+            self._span = _start(headers, {"inducekv.bundle": bundle, "inducekv.digest": memory.digest})
+            self.headers = _headers_of(self._span)
+
+    def decided(self, decision: Decision) -> None:
+        """Add what the request is answered with."""
+        if self._span is None:
+            return
+        attributes: dict[str, str | int | float] = {
+            "inducekv.decision.source": decision.source,
+            "inducekv.decision.seconds": decision.seconds,
+            "inducekv.gate": decision.verdict,
+        }
+        if decision.margins is not None:
+            attributes["inducekv.gate.margin"] = max(decision.margins)
+        if decision.task is not None:
+            attributes["inducekv.task"] = decision.task
+        if decision.entries:
+            attributes["inducekv.entries"] = len(decision.entries)
+        if decision.facts is not None:
+            attributes["inducekv.facts"] = len(decision.facts.facts)
+        if decision.similarity is not None:
+            attributes["inducekv.similarity"] = decision.similarity
+        self._span.set_attributes(attributes)
+
+    def failed(self, error: Exception) -> None:
+        if self._span is not None:
+            self._span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}"[:500])
+
+    def end(self) -> None:
+        if self._span is not None:
+            self._span.end()
+
+
+def _start(headers: Mapping[str, str] | None, attributes: Mapping[str, str]) -> Span:
+    context = TraceContextTextMapPropagator().extract(headers) if headers else None
+    tracer = get_tracer("inducekv")
+    return tracer.start_span(SPAN, context=context, kind=SpanKind.INTERNAL, attributes=dict(attributes))
+
+
+def _headers_of(span: Span) -> dict[str, str]:
+    """The trace headers of what happens within a span."""
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers, context=set_span_in_context(span))
+    return headers

@@ -37,8 +37,8 @@ from ..teaching import WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
 from .loading import load
 from .memory_engine import pop_decision
-from .options import prompt_token_ids, read_options, require_rendered, with_spec
 from .pictures import picture_params, state_in
+from .request import read_options, require_rendered, spec_for, with_spec
 from .served_bundle import ServedBundle
 
 _T = TypeVar("_T")
@@ -224,7 +224,7 @@ class MemoryLLM:
         self, memory: ServedBundle, prompt: EngineInput, top_k: int | None, remainder: bool | None
     ) -> DecideSpec | InjectionSpec | None:
         remainder = self.config.remainder if remainder is None else remainder
-        return memory.spec(top_k or self.config.top_k, remainder, prompt_token_ids(prompt), self._placeholders)
+        return spec_for(memory, prompt, top_k or self.config.top_k, remainder, self._placeholders)
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None

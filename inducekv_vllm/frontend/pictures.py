@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from ..errors import TaskDataError, UnsupportedModel
 from ..protocol import PICTURE_SPEC, Decision
-from .options import with_spec
+from .request import with_spec
 
 
 def picture_params() -> SamplingParams:

@@ -1,20 +1,15 @@
-"""The API process's part of a bundle: its metadata, and what it asks the workers for. They have the rest.
+"""The API process's part of a bundle: its metadata. The workers have the rest.
 
-Shapes: B entries, T prompt tokens.
+Shapes: B entries.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm.lora.request import LoRARequest
-
 from ..bundle import Bundle, EntryRecord
-from ..bundle.activation import first_active_position
 from ..bundle.lookup import DatedEntries
-from ..protocol import DecideSpec, InjectionSpec, TaskAdapter
 from ..retrieval.entry_terms import Weighting
 
 
@@ -66,32 +61,3 @@ class ServedBundle(DatedEntries):
             or bool(metadata.task_adapters)
             or any(each != "generation" for each in metadata.activations.values())
         )
-
-    def spec(
-        self,
-        top_k: int | None,
-        remainder: bool,
-        token_ids: Sequence[int],
-        placeholders: Collection[int],
-        owner: str = "",
-        task_adapters: Mapping[str, LoRARequest] | None = None,
-    ) -> DecideSpec | InjectionSpec | None:
-        """What the workers shall do for a prompt [T]; None if there is nothing to inject: every entry has expired.
-
-        Args:
-            top_k: entries retrieved; None for all.
-            remainder: weighting "sqrt" with `top_k`: entries not retrieved stay in the softmax with alpha = 0.
-            placeholders: the ids of tokens that stand for media.
-            owner: who may share a decision.
-            task_adapters: adapters by task, of tasks that have one instead of entries.
-        """
-        if self.needs_decision:
-            adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted((task_adapters or {}).items()))
-            retrieval = self.weighting != "uniform" and self.num_entries > 0
-            return DecideSpec(self.digest, retrieval, top_k, remainder, owner, adapters)
-        alive = self.alive()
-        if not alive:
-            return None
-        first_active = first_active_position(self.metadata.activation_of(None), token_ids, placeholders)
-        expired = self.num_entries - len(alive)
-        return InjectionSpec(self.digest, tuple(alive), (1.0,) * len(alive), False, first_active, expired)

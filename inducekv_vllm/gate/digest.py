@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .question import TurnMarks
+from .evidence import TurnMarks
 
 
 def token_digest(layers: Sequence[int], marks: TurnMarks, tensors: Mapping[str, Tensor]) -> str:

@@ -1,23 +1,101 @@
-"""How close a prompt comes to a gate's prototypes.
+"""From a prompt to a gate's evidence: which of its tokens decide, and how close they come to the prototypes.
+
+Those of the question decide, without system prompt, earlier turns and template. The last user turn asks the question.
+Its text decides, and the media of the latest turn that has any: a conversation may be about a picture that was sent
+with its first turn. A prompt without user turns, as of the completions route, decides with all of its tokens.
 
 Tokens know their words, and the mean of some of them in a deeper layer knows what they are about, in any words. So the
 last layer is averaged (`last_averaged`) before anything is compared.
 
-Shapes: t deciding tokens, S layers, F = J D features of a token (a layer's values of all J KV heads), P prototypes of a
-layer, H = S P.
+Shapes: T prompt tokens, t of them deciding, S layers, F = J D features of a token (a layer's values of all J KV heads),
+P prototypes of a layer, H = S P.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import reduce
+from itertools import starmap
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 WINDOW: Final = 16  # text tokens in a row, whose mean counts; about a question
 PIECE: Final = 2048  # tokens whose values are held at once; 40 MB for two layers of 1024 features
+
+
+def prompt_evidence(
+    token_ids: Sequence[int],
+    marks: TurnMarks,
+    scores: TokenScores,
+    placeholders: Collection[int],
+    read: Callable[[list[int]], Tensor],
+    add_up: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The evidence [H] of a prompt [T]. A long one is read in pieces: vLLM has left no memory for all of its values.
+
+    Args:
+        placeholders: the ids of tokens that stand for media.
+        read: the values [t, S, F] of the tokens at t positions.
+        add_up: see `TokenScores.evidence`.
+    """
+
+    def of_piece(text: list[int], media: list[int]) -> Tensor:
+        return scores.evidence(last_averaged(read(text + media), len(text)), add_up)
+
+    pieces = in_pieces(*deciding_tokens(token_ids, marks, placeholders))
+    return reduce(torch.maximum, starmap(of_piece, pieces))
+
+
+@dataclass(frozen=True)
+class TurnMarks:
+    """The tokens by which a chat template marks the turns of a user."""
+
+    begin: tuple[int, ...]  # in front of every user turn, and nowhere else; empty if the template has no such mark
+    end: int | None  # the token that follows a user turn; None if it has none of its own
+
+
+class Deciding(NamedTuple):
+    """The ascending positions of the tokens that decide; not both are empty."""
+
+    text: list[int]
+    media: list[int]
+
+
+def deciding_tokens(token_ids: Sequence[int], marks: TurnMarks, placeholders: Collection[int]) -> Deciding:
+    """The tokens of a prompt that decide.
+
+    Args:
+        token_ids: [T], the whole prompt, at least one token.
+        placeholders: the ids of tokens that stand for media.
+    """
+    starts = turn_starts(token_ids, marks)
+    question = _turn(token_ids, starts[-1], marks)
+    media = [at for at, token in enumerate(token_ids) if token in placeholders]
+    if media:
+        latest = max(start for start in starts if start <= media[-1]) if media[-1] >= starts[0] else 0
+        media = [at for at in media if at >= latest]
+    text = [at for at in question if token_ids[at] not in placeholders]
+    return Deciding(text, media) if text or media else Deciding([len(token_ids) - 1], [])
+
+
+def turn_starts(token_ids: Sequence[int], marks: TurnMarks) -> list[int]:
+    """The positions at which user turns begin, after their marks; [0] for a prompt without marks."""
+    length = len(marks.begin)
+    if length == 0:
+        return [0]
+    ids = tuple(token_ids)
+    first = marks.begin[0]
+    found = [at + length for at, token in enumerate(ids) if token == first and ids[at : at + length] == marks.begin]
+    return found or [0]
+
+
+def _turn(token_ids: Sequence[int], start: int, marks: TurnMarks) -> range:
+    """The positions of the turn that begins at `start`."""
+    end = next((at for at in range(start, len(token_ids)) if token_ids[at] == marks.end), len(token_ids))
+    return range(start, end)
 
 
 @dataclass(frozen=True)

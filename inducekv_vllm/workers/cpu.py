@@ -22,4 +22,4 @@ class InduceKVCPUWorker(MemoryWorker, CPUWorker):
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         """What a slot reads is found through the requests, without tables."""
-        return CPUMemoryAttention(self.requests.by_id, self.model_config)
+        return CPUMemoryAttention(self.model_config)

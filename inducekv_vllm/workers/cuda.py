@@ -26,7 +26,6 @@ class InduceKVCUDAWorker(MemoryWorker):
         return KernelMemoryAttention(
             self.pool,
             KernelTables(num_slots, most_entries, self.pool.shape.num_layers, self._device),
-            self.requests.by_id,
             self._device,
             self.model_config,
             launch.processors(self._device.torch_device),

@@ -1,7 +1,7 @@
 """Decisions about the requests of a worker: what a bundle's gate, index and facts say about a prompt, and when.
 
-    before_pass   facts alone need nothing but the prompt's words
-    begin_step    a gate has all that it looks at once its last layer k has computed its values: entries that act from
+    begin_step    facts alone need nothing but the prompt's words
+    in the pass   a gate has all that it looks at once its last layer k has computed its values: entries that act from
                   the last prompt token on, and do nothing before layer k, join the forward pass there
     after_pass    any other request is decided after its pass, and computes again what the memory changes
     attached      the decisions leave with the step's output
@@ -33,7 +33,7 @@ from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, T
 from ..vllm_seams.runner import StepRows
 from .gate_log import GateLog
 from .prompts import PromptReader, failure_of
-from .requests import Phase, WorkerRequest, WorkerRequests
+from .requests import Phase, WorkerRequest, WorkerRequests, acting_rows
 
 Output = ModelRunnerOutput | AsyncModelRunnerOutput
 
@@ -137,23 +137,24 @@ class Decisions:
 
     # ---- the moments of a step, in their order -------------------------------------------------------------------
 
-    def before_pass(self, new: Sequence[WorkerRequest]) -> None:
-        """Decide about new requests for facts alone."""
+    def begin_step(self, rows: StepRows) -> None:
+        """Decide for facts alone, and arrange for what can be decided in the step's forward pass. Its rows have begun.
+
+        Either is of a prompt that the step completes.
+        """
         if self._deciding is None or not self._is_alone:
             return
-        for request in new:
+        block_size = self._block_size if rows.graph_rows is None else None
+        by_layer = defaultdict[int, list[WorkerRequest]](list)
+        for request in self._completing(rows):
             if self._needs_words_alone(request):
                 decision = replace(self._deciding.decide(request), same_pass=True)
                 request.decision = self._taken_up(request, decision)
-
-    def begin_step(self, rows: StepRows) -> None:
-        """Look for requests that can be decided in this step's forward pass. Its rows have begun."""
-        if self._block_size is None or rows.graph_rows is not None:
-            return
-        by_layer = defaultdict[int, list[WorkerRequest]](list)
-        for request in self._completing(rows):
-            layer = _deciding_layer(request)
-            if layer is not None and len(request.prompt) % self._block_size:
+            elif (
+                block_size is not None
+                and len(request.prompt) % block_size
+                and (layer := _deciding_layer(request)) is not None
+            ):
                 by_layer[layer].append(request)
         for layer, requests in by_layer.items():
             self._attention.decide_in(layer, partial(self._decide_in, layer, requests, rows))
@@ -198,12 +199,12 @@ class Decisions:
                 decision = self._taken_up(request, replace(decision, same_pass=True))
             request.decision = decision
         if any(request.decision is not None and request.decision.same_pass for request in requests):
-            self._attention.begin_step(rows)
+            self._attention.begin_step(rows, acting_rows(self._requests.by_id, rows))
 
     def _taken_up(self, request: WorkerRequest, decision: Decision) -> Decision:
         """A decision that the running step's later work follows."""
         try:
-            self._requests.take_up(request, decision.start(len(request.prompt)))
+            self._requests.take_up(request, decision)
         except Exception as error:
             return Decision(Failed(str(failure_of(error))))
         return decision

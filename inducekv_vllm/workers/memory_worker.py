@@ -45,7 +45,7 @@ from .decisions import Deciding, Decisions
 from .gate_log import GateLog
 from .prompts import PromptReader
 from .refusals import check_bundle, kind_of
-from .requests import WorkerRequests
+from .requests import WorkerRequests, acting_rows
 from .resident import ResidentBundles
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class MemoryWorker(Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         self._last_step = time.monotonic()
         self._device.begin_step()
-        self.decisions.before_pass(self.requests.follow(scheduler_output, self._runner))
+        self.requests.follow(scheduler_output, self._runner)
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
             if self._rows is not None:
@@ -205,7 +205,7 @@ class MemoryWorker(Worker):
 
     def _begin_step(self, rows: StepRows) -> None:
         self._rows = rows
-        self.attention.begin_step(rows)
+        self.attention.begin_step(rows, acting_rows(self.requests.by_id, rows))
         self.decisions.begin_step(rows)
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------

@@ -11,8 +11,7 @@ values.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import reduce
-from itertools import starmap
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.functional import normalize
 from ..attention.resident_gate import ResidentGate
 from ..errors import InduceKVError
 from ..facts.pictures import LAYER
-from ..gate import PIECE, TurnMarks, deciding_tokens, in_pieces, last_averaged
+from ..gate import PIECE, TurnMarks, deciding_tokens, prompt_evidence
 from ..vllm_seams.device import Device
 from ..vllm_seams.logs import logger_of
 from .cached_values import CachedValues
@@ -74,14 +73,9 @@ class PromptReader:
             features.evidence = self._device.to_host(self._evidence(request, gate))
 
     def _evidence(self, request: WorkerRequest, gate: ResidentGate) -> Tensor:
-        """[H]; a long prompt in pieces, because vLLM has left no memory for the values of all of it."""
-
-        def of_piece(text: list[int], media: list[int]) -> Tensor:
-            values = self._values.read(gate.layers, request.blocks, text + media)  # [t, S, F of this rank]
-            return gate.scores.evidence(last_averaged(values, len(text)), self._add_up)
-
-        pieces = in_pieces(*deciding_tokens(request.prompt, gate.marks, self._placeholders))
-        return reduce(torch.maximum, starmap(of_piece, pieces))
+        """[H]"""
+        read = partial(self._values.read, gate.layers, request.blocks)  # [t, S, F of this rank]
+        return prompt_evidence(request.prompt, gate.marks, gate.scores, self._placeholders, read, self._add_up)
 
     def _read_pictures(self, request: WorkerRequest, marks: TurnMarks) -> None:
         """Those of the turn that is found by these marks."""

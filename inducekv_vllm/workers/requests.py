@@ -9,7 +9,7 @@ Shapes: T prompt tokens of a request, d hidden size, H evidence of a gate, F fea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention.ranges import Region
 from ..attention.resident_bundle import ResidentBundle
-from ..attention.slots import RequestMemory, Slots
+from ..attention.slots import ActingRows, RequestMemory, Slots
 from ..bundle.lookup import QueryFeatures
 from ..errors import InduceKVError
 from ..facts import Answers
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-    from ..vllm_seams.runner import RunnerTables
+    from ..vllm_seams.runner import RunnerTables, StepRows
 
 Blocks = Sequence[Sequence[int]]  # of each group of the KV cache, a request's blocks in order
 
@@ -142,13 +142,14 @@ class WorkerRequests:
         self.by_id: dict[str, WorkerRequest] = {}
         self._resident, self._release = resident, release
 
-    def follow(self, scheduled: SchedulerOutput, runner: RunnerTables) -> list[WorkerRequest]:
-        """Follow the schedule of a step; the requests that are new and undecided."""
+    def follow(self, scheduled: SchedulerOutput, runner: RunnerTables) -> None:
+        """Follow the schedule of a step."""
         for request_id in scheduled.finished_req_ids:
             self._finish(request_id)
         for request_id in scheduled.preempted_req_ids or ():
             self._preempt(request_id)
-        new = [request for data in scheduled.scheduled_new_reqs if (request := self._start(data)) is not None]
+        for data in scheduled.scheduled_new_reqs:
+            self._start(data)
         cached = scheduled.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if (request := self.by_id.get(request_id)) is None:
@@ -161,30 +162,29 @@ class WorkerRequests:
         starts: dict[str, Start] = getattr(scheduled, STARTS, {})
         for request_id, start in starts.items():
             self._settle(self.by_id[request_id], start, runner, is_running=request_id in cached.req_ids)
-        return [request for request in new if request.phase is Phase.UNDECIDED]
 
-    def take_up(self, request: WorkerRequest, start: Start) -> None:
-        """From its next rows on, the request reads the memory and follows the answers that it starts with."""
-        if start.answers is not None:
-            request.follow_answers(start.answers)
-        if start.injection is not None:
-            self._inject(request, start.injection)
+    def take_up(self, request: WorkerRequest, decided: Decision | Start) -> None:
+        """From its next rows on, the request reads the memory and follows the answers that were decided."""
+        if decided.answers is not None:
+            request.follow_answers(decided.answers)
+        if decided.injection is not None:
+            self._inject(request, decided.injection)
 
-    def _start(self, data: NewRequestData) -> WorkerRequest | None:
-        """Start a request; None if it is known, or does not ask for memory.
+    def _start(self, data: NewRequestData) -> None:
+        """Start a request that asks for memory, or let a known one go on.
 
         To the V2 runner resumed requests come back as new; to any runner, so does one that was preempted before its
         first step.
         """
         params = data.sampling_params
         if params is None or (spec := parse_spec(params.extra_args)) is None:
-            return None
+            return
         if (known := self.by_id.get(data.req_id)) is not None:
             known.params = params
             if known.answers is not None:
                 put_answers(params, known.answers)
             self._resume(known, data.block_ids)
-            return None
+            return
         assert data.prompt_token_ids is not None  # prompt embeddings are refused at start
         request = self.by_id[data.req_id] = WorkerRequest(
             id=data.req_id,
@@ -197,7 +197,6 @@ class WorkerRequests:
         if isinstance(spec, InjectionSpec):
             request.phase = Phase.SETTLED
             self._inject(request, spec)
-        return request
 
     def _settle(self, request: WorkerRequest, start: Start, runner: RunnerTables, *, is_running: bool) -> None:
         """A request goes on as it was decided; a token that was sampled before is taken back."""
@@ -242,6 +241,26 @@ class WorkerRequests:
         if request is not None and request.injection is not None:
             assert request.bundle is not None
             self._release(request.bundle.region)
+
+
+def acting_rows(requests: Mapping[str, WorkerRequest], step: StepRows) -> list[ActingRows]:
+    """The rows of a step that memory acts on, in their order.
+
+    Args:
+        requests: by id; those without memory may be left out.
+    """
+    found, end = list[ActingRows](), 0
+    if not requests:
+        return found
+    for number, request_id in enumerate(step.request_ids):
+        first, end = end, end + step.num_scheduled[number]
+        request = requests.get(request_id)
+        if request is None or request.memory is None:
+            continue
+        first += max(0, request.first_active - step.num_computed[number])
+        if first < end:
+            found.append(ActingRows(request.memory, number, first, end))
+    return found
 
 
 def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> EntryTerms:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
 from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors
 from inducekv_vllm.attention.memory_attention import MemoryAttention
+from inducekv_vllm.attention.slots import ActingRows
 from inducekv_vllm.plugin import FLASH_BACKEND
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
@@ -41,7 +43,6 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
         return (KernelsBesideCPUCache if self.has_cpu_cache else ReplayedKernels)(
             self.pool,
             KernelTables(num_slots, most_entries, self.pool.shape.num_layers, self._device),
-            self.requests.by_id,
             self._device,
             self.model_config,
             Processors(count=2),
@@ -110,13 +111,13 @@ def some_by_kernels(
 class ReplayedKernels(KernelMemoryAttention):
     _graph: StepLaunch | None = None
 
-    def begin_step(self, rows: StepRows) -> None:
+    def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
         if set(rows.num_scheduled) == {1}:
             size = min(size for size in GRAPH_ROWS if size >= len(rows.request_ids))
             rows = replace(rows, graph_rows=size)
             self._graph = self._graphs.launch(size)
             CALLS["graphs"] += 1
-        super().begin_step(rows)
+        super().begin_step(rows, acting)
 
     def end_step(self) -> None:
         super().end_step()

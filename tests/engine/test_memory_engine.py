@@ -12,8 +12,9 @@ from vllm.exceptions import RetryableRequestError, VLLMNotFoundError, VLLMValida
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from inducekv_vllm.bundle import AdapterRecord
+from inducekv_vllm.bundle import AdapterRecord, read_bundle
 from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.owner import OWNER
 from inducekv_vllm.frontend.served_bundle import ServedBundle
@@ -90,6 +91,25 @@ async def test_a_request_that_never_begins_holds_no_lease(served: Served, monkey
         with pytest.raises(VLLMNotFoundError):
             await anext(stream)
     assert served.memories.leases == 0
+
+
+async def test_a_stream_has_the_version_that_its_memory_has_when_it_begins(
+    served: Served, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the call: its bundle may be gone."""
+    path, prompt = str(world.paths["second"]), await served.render(seed=7)
+    second = ServedBundle.from_bundle(read_bundle(path), path)
+    await load_async(served.llm.collective_rpc, path, second.digest)
+    streams = [served.stream(prompt, extra_args={"inducekv_trace": 1}) for _ in range(2)]
+    before = await last(streams[0])
+    with monkeypatch.context() as patch:
+        patch.setitem(served.memories.memories, "m", second)
+        after, expected = await last(streams[1]), await served.answer(prompt)
+    traces = [answer.kv_transfer_params["inducekv"] for answer in (before, after)]
+    assert [trace["digest"] for trace in traces] == [served.memories.memories["m"].digest, second.digest]
+    assert [trace["start"] for trace in traces] == [0, len(prompt["prompt_token_ids"]) - 1]
+    assert after.outputs[0].token_ids == expected.outputs[0].token_ids != before.outputs[0].token_ids
+    await served.llm.collective_rpc("inducekv_unload_bundle", args=(second.digest,))
 
 
 async def test_refusals(served: Served) -> None:

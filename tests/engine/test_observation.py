@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 
-from inducekv_vllm.frontend.metrics import OF_A_BUNDLE, BundleMetrics
-from inducekv_vllm.frontend.observation import observing
+from inducekv_vllm.frontend.observation import OF_A_BUNDLE, BundleMetrics, observing
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.protocol import Decision, InjectionSpec
 from tests.bundles import random_bundle

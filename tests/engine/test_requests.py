@@ -10,14 +10,13 @@ import pytest
 from vllm import SamplingParams
 
 from inducekv_vllm.attention.pool import PoolShape
-from inducekv_vllm.attention.rows import acting_rows
 from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.facts import Answers
 from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.answering import ANSWERS
-from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
+from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests, acting_rows
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
 SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
@@ -46,6 +45,8 @@ class Worker:
         finished: str = "",
         starts: dict[str, Start] | None = None,
     ) -> list[WorkerRequest]:
+        """The requests that are new and undecided."""
+
         def call(name: str) -> Any:
             return lambda *given: self.calls.append((name, *given))
 
@@ -62,7 +63,10 @@ class Worker:
             scheduled_cached_reqs=cached,
             **{STARTS: starts or {}},
         )
-        return self.requests.follow(scheduled, runner)
+        known = set(self.requests.by_id)
+        self.requests.follow(scheduled, runner)
+        undecided = [each for each in self.requests.by_id.values() if each.phase is Phase.UNDECIDED]
+        return [each for each in undecided if each.id not in known]
 
     def memory(self, request_id: str) -> RequestMemory | None:
         request = self.requests.by_id.get(request_id)

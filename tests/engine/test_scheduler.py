@@ -94,7 +94,7 @@ class Engine:
         while self.scheduler.has_requests() or self.flying:
             self.turn()
         assert DROPPED not in [token for tokens in self.answers.values() for token in tokens]
-        assert self.scheduler.is_idle
+        assert not self.scheduler.asked
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         started: dict[str, Start] = getattr(step, STARTS, {})

@@ -220,8 +220,9 @@ def check_evidence(request: WorkerRequest, values: Tensor) -> None:
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of at most one token, whose mean is its own: the evidence of all, and the pictures' mean."""
+    in_pieces = evidence.in_pieces
     monkeypatch.setattr(evidence, "WINDOW", 1)
-    monkeypatch.setattr(prompts, "in_pieces", lambda text, media: evidence.in_pieces(text, media, 2))
+    monkeypatch.setattr(evidence, "in_pieces", lambda text, media: in_pieces(text, media, 2))
     monkeypatch.setattr(prompts, "PIECE", 1)
     requests, values = Requests(picture_marks=TurnMarks((6, 2), 3)), drawn(11)
     read, most = requests.values.read, list[int]()

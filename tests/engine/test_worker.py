@@ -70,7 +70,6 @@ def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
     compilation = SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=sizes)
     vars(of_gpu).update(
         pool=poisoned_pool(SHAPE),
-        requests=SimpleNamespace(by_id={}),
         model_config=SimpleNamespace(),
         vllm_config=SimpleNamespace(compilation_config=compilation),
         _device=CPU,

@@ -28,7 +28,7 @@ from ...errors import UnsupportedModel
 from ...vllm_seams.config import InduceKVConfig
 from ..cpu_ops import finite_or
 from ..resident_bundle import LayerMemory
-from ..rows import ActingRows
+from ..slots import ActingRows
 from . import cpu
 from .merge import merge_memory
 from .step import DecodeBatch, PrefillSpan, ScheduledStep, StepMemory, plan_step

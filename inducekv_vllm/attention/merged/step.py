@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..resident_bundle import ResidentBundle
-from ..rows import ActingRows
-from ..slots import RequestMemory
+from ..slots import ActingRows, RequestMemory
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,7 @@ from inducekv_vllm.attention.merged.cpu_backend import InduceKVCPUImpl, probe_pa
 from inducekv_vllm.attention.merged.step import ScheduledStep, plan_step
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.resident_bundle import ResidentBundle, kv_heads_of_rank
-from inducekv_vllm.attention.rows import ActingRows
-from inducekv_vllm.attention.slots import RequestMemory
+from inducekv_vllm.attention.slots import ActingRows, RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Weighting
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, random_memory, store

@@ -26,11 +26,11 @@ from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.merged.cpu import prefill_memory_attention
 from inducekv_vllm.attention.merged.merge import merge_memory
 from inducekv_vllm.attention.pool import PoolShape
-from inducekv_vllm.attention.rows import acting_rows
 from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from inducekv_vllm.vllm_seams.runner import StepRows
+from inducekv_vllm.workers.requests import acting_rows
 from tests.unit.inducekv_vllm.attention.pools import (
     CPU,
     fitting_bundle,
@@ -68,18 +68,14 @@ class World:
             self.calls.append(arguments)
             add_memory(*arguments)
 
-        self.requests: dict[str, Any] = {}
         arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
         model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
-        self.attention = KernelMemoryAttention(
-            self.pool, self.tables, self.requests, CPU, model, add_memory=record, **arguments
-        )
+        self.attention = KernelMemoryAttention(self.pool, self.tables, CPU, model, add_memory=record, **arguments)
 
     def begin(self, step: Step, graph_rows: int | None = None) -> None:
         """Begin a step whose requests have these memories."""
-        self.requests.clear()
-        self.requests.update(requests_of(self.memories, step))
-        self.attention.begin_step(rows_of(step, graph_rows))
+        rows = rows_of(step, graph_rows)
+        self.attention.begin_step(rows, acting_rows(requests_of(self.memories, step), rows))
 
     def forward(self, query: Tensor, own: Tensor, lse: Tensor | None) -> Tensor:
         """What the second layer makes of the output of self-attention."""
@@ -255,7 +251,7 @@ def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
     pool, model = poisoned_pool(shape), SimpleNamespace()
     message = r"cannot serve memory: .*head size that is a multiple of 8 from 16 to 256, found 12"
     with pytest.raises(UnsupportedModel, match=message):
-        KernelMemoryAttention(pool, tables, {}, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
+        KernelMemoryAttention(pool, tables, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
 
 
 def test_every_layers_tables_begin_at_16_bytes() -> None:

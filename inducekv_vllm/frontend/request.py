@@ -1,22 +1,55 @@
-"""A request's options for its memory, and its prompt."""
+"""A request for a memory, as the engine is asked: what it may ask, and what the workers shall do for it.
+
+Shapes: T prompt tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import SamplingParams
 
-from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec
+from ..bundle.activation import first_active_position
+from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec, TaskAdapter
+from ..vllm_seams.config import InduceKVConfig
 from .served_bundle import ServedBundle
 
 OPTION_PREFIX = "inducekv_"
 TRACE_OPTION = "inducekv_trace"
 TOP_K_OPTION = "inducekv_top_k"
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request to one version of a memory."""
+
+    memory: ServedBundle
+    user_params: SamplingParams
+    spec: DecideSpec | InjectionSpec | None
+    params: SamplingParams  # with the spec
+    is_traced: bool
+
+
+def engine_request(
+    memory: ServedBundle,
+    prompt: EngineInput,
+    params: SamplingParams,
+    config: InduceKVConfig,
+    placeholders: Collection[int],
+    owner: str,
+    task_adapters: Mapping[str, LoRARequest],
+) -> EngineRequest:
+    """Check a request, and make its spec. Arguments as for `spec_for`; raises what `read_options` raises."""
+    options = read_options(params, memory)
+    top_k = options.top_k or config.top_k
+    spec = spec_for(memory, prompt, top_k, config.remainder, placeholders, owner, task_adapters)
+    return EngineRequest(memory, params, spec, with_spec(params, spec), options.trace)
 
 
 @dataclass(frozen=True)
@@ -74,6 +107,38 @@ def _own_arguments(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name.startswith(OPTION_PREFIX)}
 
 
+def spec_for(
+    memory: ServedBundle,
+    prompt: EngineInput,
+    top_k: int | None,
+    remainder: bool,
+    placeholders: Collection[int],
+    owner: str = "",
+    task_adapters: Mapping[str, LoRARequest] | None = None,
+) -> DecideSpec | InjectionSpec | None:
+    """What the workers shall do for a prompt; None if there is nothing to inject: every entry has expired.
+
+    Args:
+        prompt: rendered.
+        top_k: entries retrieved; None for all.
+        remainder: weighting "sqrt" with `top_k`: entries not retrieved stay in the softmax with alpha = 0.
+        placeholders: the ids of tokens that stand for media.
+        owner: who may share a decision.
+        task_adapters: adapters by task, of tasks that have one instead of entries.
+    """
+    if memory.needs_decision:
+        adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted((task_adapters or {}).items()))
+        retrieval = memory.weighting != "uniform" and memory.num_entries > 0
+        return DecideSpec(memory.digest, retrieval, top_k, remainder, owner, adapters)
+    alive = memory.alive()
+    if not alive:
+        return None
+    token_ids = cast(Sequence[int], cast(Mapping[str, Any], prompt)["prompt_token_ids"])  # [T]
+    first_active = first_active_position(memory.metadata.activation_of(None), token_ids, placeholders)
+    expired = memory.num_entries - len(alive)
+    return InjectionSpec(memory.digest, tuple(alive), (1.0,) * len(alive), False, first_active, expired)
+
+
 def with_spec(params: SamplingParams, spec: DecideSpec | InjectionSpec | None) -> SamplingParams:
     """A copy of the user's parameters, with the spec instead of our options."""
     own = params.clone()
@@ -102,11 +167,6 @@ def require_rendered(prompt: object) -> EngineInput:
 def cache_salt_of(prompt: EngineInput) -> str | None:
     """The salt that the user gave with a rendered prompt."""
     return cast(str | None, cast(Mapping[str, Any], prompt).get("cache_salt"))
-
-
-def prompt_token_ids(prompt: EngineInput) -> Sequence[int]:
-    """The token ids [T] of a rendered prompt."""
-    return cast(Sequence[int], cast(Mapping[str, Any], prompt)["prompt_token_ids"])
 
 
 def mm_items(prompt: EngineInput) -> list[tuple[str, int]]:
