@@ -121,7 +121,7 @@ def parse_spec(extra_args: Mapping[str, Any] | None) -> DecideSpec | InjectionSp
 
 @dataclass(frozen=True)
 class Untouched:
-    """The model goes on as it is. Stored answers may still enter its distribution."""
+    """The model goes on as it is. A stored answer may still be said."""
 
     closed: Closed | None = None  # why the gate is closed; None: it is open or absent, and there is nothing to inject
 
@@ -195,7 +195,7 @@ class Decision:
     def redo_from(self, prompt_tokens: int) -> int | None:
         """The first position that has to be computed again once this is known; None if none has.
 
-        An adapter changes every position. Stored answers enter behind the prompt: they need its last token alone.
+        An adapter changes every position. A stored answer is said behind the prompt: it needs its last token alone.
 
         Args:
             prompt_tokens: of the request.

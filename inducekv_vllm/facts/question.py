@@ -36,6 +36,7 @@ class Term:
     is_function: bool  # a function word, which counts as a part of a phrase alone
     places: list[int] = field(default_factory=list)
     is_bound: bool = False  # by a hyphen
+    is_common: bool = False  # several everyday requests have it, or it is a function word
 
     @property
     def key(self) -> str:
@@ -106,7 +107,8 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
     found: Sentence = {}
     for at, (word, stem) in enumerate(zip(words, stems, strict=True)):
         is_function = language.is_function_word(word.text)
-        is_first = at == 0 and not is_function and not language.is_common(stem) and len(words) > 1
+        is_common = is_function or language.is_common(stem)
+        is_first = at == 0 and len(words) > 1 and not is_function and (not is_common or _begins_name(words))
         in_word, in_phrase = senses[at]
         is_name = word.is_capital and has_case and (at > 0 or is_first) and word.text not in language.capital_words
         if language.capitalises_nouns:
@@ -117,13 +119,20 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
         weight = LEAST_WEIGHT if is_function else language.weight(stem)
         if is_name or is_exact:
             weight = max(weight, NAME_WEIGHT)
-        term = Term(word.text, stem, weight, in_word | in_phrase, is_name, is_exact, is_function and not is_name)
+        senses_of = in_word | in_phrase
+        term = Term(word.text, stem, weight, senses_of, is_name, is_exact, is_function and not is_name)
+        term.is_common = is_common
         term = found.setdefault(term.key, term)
-        term.senses |= in_word | in_phrase
+        term.senses |= senses_of
         term.is_name |= is_name
         term.is_bound |= word.is_bound
         term.places.append(at)
     return found
+
+
+def _begins_name(words: Sequence[Word]) -> bool:
+    """Whether the first word of a sentence belongs to a name: another capital letter or a possessive s follows."""
+    return words[1].is_capital or words[1].text == "s"
 
 
 def _senses(stems: Sequence[str], language: Language) -> list[tuple[frozenset[int], frozenset[int]]]:

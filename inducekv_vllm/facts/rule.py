@@ -4,7 +4,7 @@ A stored question is asked if, in the sentences of the request that say most of 
 
 - all of its names are said, with one typing error at most, and no other name stands beside them;
 - numbers and symbols are the same;
-- at least half of its weight is said, and at most a third of the request's weight is something else;
+- more than half of its weight is said, with names and without, and at most a third of the request's is something else;
 - not both have said something of their own: that is another thing in its place (Lyon for Berlin, sick for vacation);
 - no word is new that makes another question (next, not, former);
 - both ask for the same (who, when, where, why, how many).
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from .language import Language
@@ -29,7 +30,7 @@ Replaced = dict[str, str]  # words of a request with typing errors: the stored w
 class Strictness:
     """How much two questions may differ and be one."""
 
-    said: float = 0.5  # of the stored question's weight, at least
+    said: float = 0.51  # of the stored question's weight, at least
     more: float = 0.34  # of the request's weight, at most
     both: float = 0.1  # of the weight without names, on both sides
 
@@ -150,17 +151,17 @@ def _of_run(
     total = sum(term.weight for term in wanted.values()) or 1.0
     asked_total = sum(term.weight for term in terms if term.key in used or not term.is_function) or 1.0
     lacks, more = _weight(missing), _weight(added)
-    both = min(
-        lacks / (_weight([term for term in wanted.values() if not term.is_name]) or 1.0),
-        more / (_weight([term for term in terms if term.key not in of_names]) or 1.0),
-    )
+    unnamed = _weight([term for term in wanted.values() if not term.is_name]) or 1.0
+    both = min(lacks / unnamed, more / (_weight([term for term in terms if term.key not in of_names]) or 1.0))
+    share = min(1 - lacks / total, 1 - lacks / unnamed)
     is_all = not missing and not added
     differs = (
         _first("it does not name", [term for term in missing if term.is_name])
         or _first("it names", _beside(run, asked, of_names, added))
         or _numbers(wanted, terms)
         or _first("it says", [term for term in added if term.stem in language.contrasting])
-        or ("it says too little of it" if 1 - lacks / total < strictness.said else None)
+        or _first("it does not name", _torn(run, wanted, asked, matched))
+        or ("it says too little of it" if share < strictness.said else None)
         or ("it says more than that" if more / asked_total > strictness.more else None)
         or ("it says something else in its place" if both > strictness.both else None)
         or (None if _asks_alike(stored.asks, asked.asks, is_all) else f"it asks {asked.asks}, not {stored.asks}")
@@ -187,6 +188,24 @@ def _beside(run: range, asked: Question, of_names: set[str], added: Sequence[Ter
         own = [term for term in added if (term.is_name or term.is_bound) and sentence.get(term.key) is term]
         found += [term for term in own if any(abs(a - b) <= BESIDE for a in term.places for b in places)]
     return found
+
+
+def _torn(run: range, wanted: Sentence, asked: Question, matched: Sequence[dict[str, set[str]]]) -> list[Term]:
+    """Names of words that anybody says, as The Who, if the request does not say them beside each other."""
+    names = sorted((place, key) for key, term in wanted.items() if term.is_name for place in term.places)
+    for (place, key), (next_place, next_key) in pairwise(names):
+        if next_place != place + 1 or not (wanted[key].is_common or wanted[next_key].is_common):
+            continue
+        if not any(_are_beside(asked.sentences[at], matched[at], key, next_key) for at in run):
+            return [wanted[key]]
+    return []
+
+
+def _are_beside(sentence: Sentence, matched: dict[str, set[str]], first: str, second: str) -> bool:
+    of_first, of_second = (
+        {place for key in matched.get(name, ()) for place in sentence[key].places} for name in (first, second)
+    )
+    return any(place + 1 in of_second for place in of_first)
 
 
 def _numbers(wanted: Sentence, terms: Sequence[Term]) -> str | None:

@@ -211,7 +211,7 @@ class Decisions:
     def _taken_up(self, request: WorkerRequest, decision: Decision) -> Decision:
         """A decision that the running step's later work follows."""
         try:
-            self._requests.take_up(request, permitted(decision, request.params).start(len(request.prompt)))
+            self._requests.take_up(request, permitted(decision, request.params))
         except Exception as error:
             return Decision(Failed(str(failure_of(error))))
         return decision
@@ -248,7 +248,7 @@ def _deciding_layer(request: WorkerRequest) -> int | None:
 
 
 def joins(request: WorkerRequest, decision: Decision, layer: int) -> bool:
-    """Whether only the last prompt token changes, from this layer on. Stored answers enter behind the last layer."""
+    """Whether only the last prompt token changes, from this layer on. A stored answer is said behind the last layer."""
     T = len(request.prompt)
     if request.bundle is None or isinstance(decision.outcome, TaskAdapter) or decision.redo_from(T) != T - 1:
         return False

@@ -162,12 +162,12 @@ class WorkerRequests:
         for request_id, start in starts.items():
             self._settle(self.by_id[request_id], start, runner, is_running=request_id in cached.req_ids)
 
-    def take_up(self, request: WorkerRequest, start: Start) -> None:
-        """From its next rows on, the request reads the memory and says the answer that it starts with."""
-        if start.answer is not None:
-            request.follow(start.answer)
-        if start.injection is not None:
-            self._inject(request, start.injection)
+    def take_up(self, request: WorkerRequest, decided: Decision | Start) -> None:
+        """From its next rows on, the request reads the memory and says the answer that was decided."""
+        if decided.answer is not None:
+            request.follow(decided.answer)
+        if decided.injection is not None:
+            self._inject(request, decided.injection)
 
     def _start(self, data: NewRequestData) -> None:
         """Start a request that asks for memory, or let a known one go on.
