@@ -10,7 +10,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
@@ -53,6 +53,7 @@ class Language:
         self.same = _same([[tuple(self.stems(each)) for each in line.split(",")] for line in described["same"]])
         self.longest_phrase = max(map(len, self.same))
         self.politely = [self._pattern(phrase) for phrase in sorted(described["politely"], key=len, reverse=True)]
+        self.asking = {kind: self._asking(kind, phrases) for kind, phrases in described["asks"].items()}
         asks = [(phrase, kind) for kind, phrases in described["asks"].items() for phrase in phrases]
         self.asks = [(self._pattern(phrase), kind) for phrase, kind in sorted(asks, key=lambda each: -len(each[0]))]
         self._requests, self._counts = int(counted.get("requests", 0)), dict(counted.get("stems", {}))
@@ -85,6 +86,11 @@ class Language:
             return word
         with self._lock:
             return str(self._stemmer.stemWord(word))
+
+    def _asking(self, kind: str, phrases: Sequence[str]) -> tuple[str, frozenset[int]]:
+        """The word for what a kind of question asks for, and the lines of `same` that have it."""
+        word = str(phrases[0])
+        return word, self.same.get(tuple(self.stems(word)), frozenset())
 
     def _pattern(self, phrase: str) -> re.Pattern[str]:
         phrase = re.escape(normalised(phrase)).replace(r"\ ", r"\W+")

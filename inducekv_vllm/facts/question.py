@@ -18,6 +18,7 @@ from .language import LEAST_WEIGHT, Language
 from .text import Word, is_number, normalised, words_of
 
 NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
+SHORTENED: Final = ("who", "when", "where", "why")  # kinds whose question words all say the same
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _LINES: Final = re.compile(r"[\n\r]+")
 _SHORTENED: Final = re.compile(r"(?<!\w)[^\W\d_]{1,4}\.\s*$")  # F.C., Inc., Dr.
@@ -54,6 +55,7 @@ class Question:
     words: tuple[str, ...]  # in order: questions with equal ones are equal
     sentences: tuple[Sentence, ...]
     asks: str | None  # for "who", "when", ...; see the files of the languages
+    asks_in: frozenset[int]  # the lines of `Language.same` that have the question word
     directed: tuple[tuple[str, str], ...]  # directing words with the stems of what follows them
 
     @property
@@ -72,7 +74,8 @@ def read(text: str, language: Language) -> Question:
     if len(text) > MOST_CHARACTERS:
         text = f"{text[: MOST_CHARACTERS // 2]}\n{text[-MOST_CHARACTERS // 2 :]}"
     plain = normalised(text)
-    sentences = [words for part in _split(plain, language) if (words := language.words(part))]
+    asks, asks_in, shortened = _asked_for(plain, language)
+    sentences = [words for part in _split(shortened, language) if (words := language.words(part))]
     directed = [
         (first.text, language.stem(second.text))
         for words in sentences
@@ -83,7 +86,8 @@ def read(text: str, language: Language) -> Question:
         text,
         tuple(word.text for word in words_of(plain)),
         tuple(_terms(words, language) for words in sentences),
-        _asked_for(plain.casefold(), language),
+        asks,
+        asks_in,
         tuple(directed),
     )
 
@@ -147,18 +151,29 @@ def _senses(stems: Sequence[str], language: Language) -> list[tuple[frozenset[in
     return list(zip(alone, together, strict=True))
 
 
-def _asked_for(text: str, language: Language) -> str | None:
-    """What the first question word asks for; of those that begin there, the longest counts."""
+def _asked_for(text: str, language: Language) -> tuple[str | None, frozenset[int], str]:
+    """What the first question word asks for, and the text with that word in its shortest form: when for what time.
+
+    Of question words that begin at one place, the longest counts.
+    """
+    lowered = text.casefold()
+    if len(lowered) != len(text):  # some capital letters have two small ones
+        text = lowered
     for pattern in language.politely:
-        text = pattern.sub(" ", text)
-    first: tuple[int, str] | None = None
+        lowered = pattern.sub(lambda match: " " * len(match.group()), lowered)
+    first: tuple[int, int, str] | None = None
     for pattern, kind in language.asks:  # the longest first
-        found = next(
-            (each for each in pattern.finditer(text) if kind != "whether" or _begins(text, each.start())), None
-        )
+        found = next((each for each in pattern.finditer(lowered) if kind != "whether" or _begins(lowered, each.start())), None)
         if found is not None and (first is None or found.start() < first[0]):
-            first = found.start(), kind
-    return None if first is None else first[1]
+            first = found.start(), found.end(), kind
+    if first is None:
+        return None, frozenset(), text
+    start, end, kind = first
+    word, asks_in = language.asking[kind]
+    asks_in |= language.same.get(tuple(language.stems(lowered[start:end])), frozenset())
+    if kind in SHORTENED:
+        text = f"{text[:start]}{word}{text[end:]}"
+    return kind, asks_in, text
 
 
 def _begins(text: str, at: int) -> bool:

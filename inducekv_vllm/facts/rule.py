@@ -4,7 +4,7 @@ A stored question is asked if, in the sentences of the request that say most of 
 
 - all of its names are said, with one typing error at most, and no other name stands beside them;
 - numbers and symbols are the same;
-- more than half of its weight is said, with names and without, and at most a third of the request's is something else;
+- more than half of its weight is said, and not names alone; at most a third of the request's is something else;
 - not both have said something of their own: that is another thing in its place (Lyon for Berlin, sick for vacation);
 - no word is new that makes another question (next, not, former);
 - both ask for the same (who, when, where, why, how many).
@@ -12,15 +12,17 @@ A stored question is asked if, in the sentences of the request that say most of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 from .language import Language
-from .question import Question, Sentence, Term
+from .question import NAME_WEIGHT, Question, Sentence, Term
 
 NAMED: Final = 0.9  # of what tells a question's fact from others
+FEW_WORDS: Final = 3
+ASKING: Final = ("who", "when", "where", "count")  # kinds that say what is asked for
 BESIDE: Final = 2  # words between two that belong together, and one
 MOST_SENTENCES: Final = 4  # of a request that are read together
 Replaced = dict[str, str]  # words of a request with typing errors: the stored words that they stand for
@@ -31,6 +33,7 @@ class Strictness:
     """How much two questions may differ and be one."""
 
     said: float = 0.51  # of the stored question's weight, at least
+    unnamed: float = 0.3  # of its weight without names, at least
     more: float = 0.34  # of the request's weight, at most
     both: float = 0.1  # of the weight without names, on both sides
 
@@ -148,12 +151,17 @@ def _of_run(
     of_names = {key for at in run for name, keys in matched[at].items() if wanted[name].is_name for key in keys}
     missing = [term for key, term in wanted.items() if key not in said and not term.is_function]
     added = [term for term in terms if term.key not in used and not term.is_function]
+    missing = [term for term in missing if not term.senses & asked.asks_in]
+    added = [term for term in added if not term.senses & stored.asks_in]
     total = sum(term.weight for term in wanted.values()) or 1.0
     asked_total = sum(term.weight for term in terms if term.key in used or not term.is_function) or 1.0
     lacks, more = _weight(missing), _weight(added)
     unnamed = _weight([term for term in wanted.values() if not term.is_name]) or 1.0
-    both = min(lacks / unnamed, more / (_weight([term for term in terms if term.key not in of_names]) or 1.0))
-    share = min(1 - lacks / total, 1 - lacks / unnamed)
+    both = min(
+        (lacks + _asks_alone(stored, asked, terms)) / unnamed,
+        (more + _asks_alone(asked, stored, wanted.values()))
+        / (_weight([term for term in terms if term.key not in of_names]) or 1.0),
+    )
     is_all = not missing and not added
     differs = (
         _first("it does not name", [term for term in missing if term.is_name])
@@ -161,7 +169,9 @@ def _of_run(
         or _numbers(wanted, terms)
         or _first("it says", [term for term in added if term.stem in language.contrasting])
         or _first("it does not name", _torn(run, wanted, asked, matched))
-        or ("it says too little of it" if share < strictness.said else None)
+        or ("it says too little of it" if 1 - lacks / total < strictness.said else None)
+        or (_first("it does not say", missing) if _is_short(wanted) else None)
+        or ("it says nothing of it but names" if 1 - lacks / unnamed < strictness.unnamed else None)
         or ("it says more than that" if more / asked_total > strictness.more else None)
         or ("it says something else in its place" if both > strictness.both else None)
         or (None if _asks_alike(stored.asks, asked.asks, is_all) else f"it asks {asked.asks}, not {stored.asks}")
@@ -169,6 +179,18 @@ def _of_run(
     )
     words = tuple(term.word for term in missing), tuple(term.word for term in added)
     return Comparison(1 - lacks / total, more / asked_total, *words, differs)
+
+
+def _asks_alone(question: Question, other: Question, terms: Iterable[Term]) -> float:
+    """The weight of what a question asks for, if the other neither asks for it nor says it: when, and the date of."""
+    if question.asks not in ASKING or question.asks == other.asks:
+        return 0.0
+    return 0.0 if any(term.senses & question.asks_in for term in terms) else NAME_WEIGHT
+
+
+def _is_short(wanted: Sentence) -> bool:
+    """Whether a question names nothing and has few words, so that each of them counts."""
+    return not any(term.is_name for term in wanted.values()) and len(wanted) <= FEW_WORDS
 
 
 def _weight(terms: Sequence[Term]) -> float:
