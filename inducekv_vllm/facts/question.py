@@ -170,7 +170,8 @@ def _asked_for(text: str, language: Language) -> tuple[str | None, frozenset[int
         return None, frozenset(), text
     start, end, kind = first
     word, asks_in = language.asking[kind]
-    asks_in |= language.same.get(tuple(language.stems(lowered[start:end])), frozenset())
+    stems = language.stems(lowered[start:end])
+    asks_in = asks_in.union(*(language.same.get(each, ()) for each in [tuple(stems), *((stem,) for stem in stems)]))
     if kind in SHORTENED:
         text = f"{text[:start]}{word}{text[end:]}"
     return kind, asks_in, text
@@ -178,4 +179,5 @@ def _asked_for(text: str, language: Language) -> tuple[str | None, frozenset[int
 
 def _begins(text: str, at: int) -> bool:
     """Whether a sentence begins here."""
-    return not (before := text[:at].rstrip()) or before[-1] in ".!?,;:¿¡\n"
+    before = text[:at].rstrip()
+    return not before or (before[-1] in ".!?,;:¿¡" and not _SHORTENED.search(before))
