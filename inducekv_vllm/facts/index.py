@@ -10,19 +10,20 @@ Shapes: N stored questions.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import Final
 
 from rapidfuzz.distance import OSA
+from rapidfuzz.process import extractOne
 
 from .language import Language, language_of
 from .question import Question, read, same_words
 from .rule import NORMAL, SAME, Comparison, Strictness, compare, compare_names
 
-CANDIDATES: Final = 64  # stored questions that are compared
+CANDIDATES: Final = 16  # stored questions that are compared
+COUNTED: Final = 4096  # of those that have a key
 CACHED_QUESTIONS: Final = 1 << 18
 CACHED_WORDS: Final = 4096
 SPELLED: Final = 5  # letters of a word that may have a typing error
@@ -96,10 +97,7 @@ class QuestionIndex:
         replaced = {
             term.word: near for term in asked.terms.values() if (near := self._near(term.word, language)) is not None
         }
-        under, counts = self._under[language], defaultdict[int, float](float)
-        for key, weight in _keys_of(asked, language, replaced):
-            for number in under.get(key, ()):
-                counts[number] += weight
+        counts = self._counted(_keys_of(asked, language, replaced), self._under[language])
         candidates = sorted(
             (number for number in counts if among(number)), key=lambda number: (-counts[number], -number)
         )
@@ -109,6 +107,17 @@ class QuestionIndex:
                 yield Found(number, compare_names(stored, asked, language, replaced, self._num_facts))
             else:
                 yield Found(number, compare(stored, asked, language, replaced, strictness))
+
+    def _counted(self, keys: Mapping[Key, float], under: Mapping[Key, list[int]]) -> dict[int, float]:
+        """Questions that have some of these keys, with their weight: rare keys first, and of common ones the newest."""
+        counts = defaultdict[int, float](float)
+        lists = sorted(
+            ((under[key], weight) for key, weight in keys.items() if key in under), key=lambda each: len(each[0])
+        )
+        for numbers, weight in lists:
+            for number in numbers[-COUNTED:]:
+                counts[number] += weight
+        return counts
 
     def _num_facts(self, key: str) -> int:
         """The facts whose questions have a term."""
@@ -124,9 +133,10 @@ class QuestionIndex:
         is_word = word in self._words or language.is_common(language.stem(word))
         if is_word or len(word) < SPELLED or not word.isalpha():
             return None
-        for near in chain(*(self._spelled.get((word[0], len(word) + more), ()) for more in (0, -1, 1))):
-            if OSA.distance(word, near, score_cutoff=1) <= 1:
-                return near
+        for more in (0, -1, 1):
+            words = self._spelled.get((word[0], len(word) + more), ())
+            if (found := extractOne(word, words, scorer=OSA.distance, score_cutoff=1)) is not None:
+                return str(found[0])
         return None
 
 
@@ -147,9 +157,11 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[
     terms = sorted(question.terms.values(), key=lambda term: (-term.is_name, -term.is_exact, -term.weight))
     total, keys = sum(term.weight for term in terms), list[Key]()
     for term in terms:
-        keys += [term.word, term.stem] if term.word != term.stem else [term.stem]
-        if term.is_name:  # all of its names must be said, so one is enough
-            break
+        if terms[0].is_name and not term.is_name:
+            break  # all of its names must be said
+        keys += [term.word, term.stem]
+        if term.is_name:
+            continue
         if not term.is_exact:
             keys += [("sense", sense) for sense in term.senses]
         if (total := total - term.weight) < sum(each.weight for each in terms) / 2:
@@ -157,7 +169,7 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[
     return question.words, language, tuple(dict.fromkeys(keys)), tuple(question.terms)
 
 
-def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> Iterable[tuple[Key, float]]:
+def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> dict[Key, float]:
     """What a request's questions may be kept under, with the weight of the term."""
     keys: dict[Key, float] = {}
     for term in asked.terms.values():
@@ -165,7 +177,7 @@ def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> I
         senses: list[Key] = [("sense", sense) for sense in term.senses]
         for key in (term.word, term.stem, near, language.stem(near), *senses):
             keys[key] = max(keys.get(key, 0.0), term.weight)
-    return keys.items()
+    return keys
 
 
 def _by_length(words: Iterable[str]) -> dict[tuple[str, int], list[str]]:

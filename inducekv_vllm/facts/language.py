@@ -28,6 +28,8 @@ LEAST_WEIGHT: Final = 0.25  # of a word that is no function word
 COMMON: Final = 12  # a word of every 12th everyday request has the least weight
 _HIRAGANA: Final = re.compile(r"[\u3040-\u309f]+")
 _KANA: Final = re.compile(r"[\u3040-\u30ff]")
+_BETWEEN: Final = re.compile(r"\W+")
+_NOTHING: Final = r"(?!)"
 _HAN: Final = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 
 
@@ -52,10 +54,11 @@ class Language:
         self.directed = frozenset(word.text for word in self.words(described["directed"]))
         self.same = _same([[tuple(self.stems(each)) for each in line.split(",")] for line in described["same"]])
         self.longest_phrase = max(map(len, self.same))
-        self.politely = [self._pattern(phrase) for phrase in sorted(described["politely"], key=len, reverse=True)]
-        self.asking = {kind: self._asking(kind, phrases) for kind, phrases in described["asks"].items()}
-        asks = [(phrase, kind) for kind, phrases in described["asks"].items() for phrase in phrases]
-        self.asks = [(self._pattern(phrase), kind) for phrase, kind in sorted(asks, key=lambda each: -len(each[0]))]
+        self.politely = _pattern(described["politely"])
+        kinds: Mapping[str, Sequence[str]] = described["asks"]
+        self.asking = {kind: self._asking(phrases[0]) for kind, phrases in kinds.items()}
+        self._kinds = {phrase: kind for kind, phrases in kinds.items() for phrase in map(_plain, phrases)}
+        self.asks = _pattern(self._kinds)
         self._requests, self._counts = int(counted.get("requests", 0)), dict(counted.get("stems", {}))
 
     def words(self, text: str) -> list[Word]:
@@ -87,14 +90,13 @@ class Language:
         with self._lock:
             return str(self._stemmer.stemWord(word))
 
-    def _asking(self, kind: str, phrases: Sequence[str]) -> tuple[str, frozenset[int]]:
-        """The word for what a kind of question asks for, and the lines of `same` that have it."""
-        word = str(phrases[0])
-        return word, self.same.get(tuple(self.stems(word)), frozenset())
+    def kind_of(self, question_word: str) -> str:
+        """What a word or phrase that `asks` has found asks for."""
+        return self._kinds[_plain(question_word)]
 
-    def _pattern(self, phrase: str) -> re.Pattern[str]:
-        phrase = re.escape(normalised(phrase)).replace(r"\ ", r"\W+")
-        return re.compile(phrase if _is_unspaced(phrase) else rf"(?<!\w){phrase}(?!\w)")
+    def _asking(self, word: str) -> tuple[str, frozenset[int]]:
+        """The word for what a kind of question asks for, and the lines of `same` that have it."""
+        return word, self.same.get(tuple(self.stems(word)), frozenset())
 
 
 def _same(lines: Iterable[Iterable[tuple[str, ...]]]) -> dict[tuple[str, ...], frozenset[int]]:
@@ -104,6 +106,21 @@ def _same(lines: Iterable[Iterable[tuple[str, ...]]]) -> dict[tuple[str, ...], f
         for phrase in phrases:
             lines_of.setdefault(phrase, set()).add(number)
     return {phrase: frozenset(numbers) for phrase, numbers in lines_of.items() if phrase}
+
+
+def _plain(phrase: str) -> str:
+    return _BETWEEN.sub(" ", normalised(phrase))
+
+
+def _pattern(phrases: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of the phrases that begin at a place."""
+    longest = sorted(map(_plain, phrases), key=len, reverse=True)
+    patterns = [re.escape(each).replace(r"\ ", r"\W+") for each in longest]
+    spaced = [
+        pattern if _is_unspaced(phrase) else rf"(?<!\w){pattern}(?!\w)"
+        for phrase, pattern in zip(longest, patterns, strict=True)
+    ]
+    return re.compile("|".join(spaced) or _NOTHING)
 
 
 def _is_unspaced(text: str) -> bool:

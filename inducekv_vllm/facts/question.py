@@ -159,16 +159,14 @@ def _asked_for(text: str, language: Language) -> tuple[str | None, frozenset[int
     lowered = text.casefold()
     if len(lowered) != len(text):  # some capital letters have two small ones
         text = lowered
-    for pattern in language.politely:
-        lowered = pattern.sub(lambda match: " " * len(match.group()), lowered)
-    first: tuple[int, int, str] | None = None
-    for pattern, kind in language.asks:  # the longest first
-        found = next((each for each in pattern.finditer(lowered) if kind != "whether" or _begins(lowered, each.start())), None)
-        if found is not None and (first is None or found.start() < first[0]):
-            first = found.start(), found.end(), kind
-    if first is None:
+    lowered = language.politely.sub(lambda match: " " * len(match.group()), lowered)
+    for match in language.asks.finditer(lowered):
+        kind = language.kind_of(match.group())
+        if kind != "whether" or _begins(lowered, match.start()):
+            break
+    else:
         return None, frozenset(), text
-    start, end, kind = first
+    start, end = match.span()
     word, asks_in = language.asking[kind]
     stems = language.stems(lowered[start:end])
     asks_in = asks_in.union(*(language.same.get(each, ()) for each in [tuple(stems), *((stem,) for stem in stems)]))

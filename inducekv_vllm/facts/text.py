@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 _UNSPACED: Final = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # Chinese and Japanese put no spaces between words
 _SCRIPTS: Final = re.compile(r"[\u30a0-\u30ff]+|[\u3040-\u309f]+|[\u3400-\u4dbf\u4e00-\u9fff]+")
@@ -23,8 +22,7 @@ _BRACKETS: Final = frozenset("([{")  # where they stand at a word, as in f(x)
 _CONTRACTED: Final = re.compile(r"(?<=\w)'(?=\w)")
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(NamedTuple):
     """A word, a number, a symbol or an emoji."""
 
     text: str  # in lower case

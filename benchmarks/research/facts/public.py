@@ -108,8 +108,8 @@ def read_sets(folder: Path) -> tuple[list[FactSet], dict[str, list[str]]]:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
         yield from map(json.loads, lines)
 
 
