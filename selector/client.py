@@ -120,7 +120,7 @@ class Server:
         """Teach a bundle facts; they serve when this returns.
 
         Args:
-            examples: each with "messages" and "answer"; "id", "task" and "expires_at" if they are given.
+            examples: each with "messages" and "answer"; "id", "task", "also" and "expires_at" if they are given.
             options: `budget_bytes`, `when_full`, `expected_digest`.
         """
         return self.call("POST", _examples(name), {"examples": [dict(each) for each in examples], **options})
@@ -137,7 +137,10 @@ class Server:
             after = {"after": found["data"][-1]["id"]} if has_more else {}
 
     def correct(self, name: str, fact: str, **changes: Any) -> dict[str, Any]:
-        """Give a fact another answer, question or date: `answer`, `messages`, `expires_at`; also `expected_digest`."""
+        """Give a fact another answer, question or date, or more wordings: `answer`, `messages`, `expires_at`, `also`.
+
+        With `expected_digest`, only while the name stands for this version.
+        """
         return self.call("PATCH", f"{_examples(name)}/{_quoted(fact)}", changes)
 
     def forget(self, name: str, fact: str) -> dict[str, Any]:

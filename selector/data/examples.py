@@ -48,6 +48,7 @@ class Example:
     images: tuple[Path, ...]  # in the order of the image parts
     answer: str
     source_digest: str  # sha256 over the messages and the bytes of the images
+    also: tuple[str, ...] = ()  # other wordings of the question, if it becomes a fact
     place: str = field(default="", compare=False)  # where it was read, for messages: a file and a line
 
     def load_images(self) -> list[Image.Image]:
@@ -174,8 +175,17 @@ def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
         images=tuple(images),
         answer=record["answer"],
         source_digest=source_digest_of(messages, [_image_bytes(path, place) for path in images]),
+        also=_wordings(record.get("also"), place),
         place=place,
     )
+
+
+def _wordings(also: Any, place: str) -> tuple[str, ...]:
+    if also is None or also == "":
+        return ()
+    if not isinstance(also, list | tuple) or not all(isinstance(each, str) for each in also):
+        raise TaskDataError(f"{place}: 'also' must be a list of other wordings of the question, found {shown(also)}")
+    return tuple(also)
 
 
 def _message(message: Any, number: int, folder: Path, images: list[Path], place: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def record_of(
         found = _chat(row, columns, notes)
     else:
         found = _plain(row, columns, notes)
-    identity, own_task = row.get("id"), row.get("task")
+    identity, own_task, also = row.get("id"), row.get("task"), row.get("also")
     if found is None:
         return None
     for name in row.unused():
@@ -67,6 +67,7 @@ def record_of(
         "task": task,
         "messages": messages,
         "answer": answer,
+        "also": also,
     }
 
 

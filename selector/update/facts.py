@@ -32,7 +32,7 @@ def fact_of_example(example: Example, id: str, picture: str | None = None) -> Fa
     if (example.images and picture is None) or len(turns) != 1:
         return None
     question = "\n".join(part["text"] for part in turns[0]["content"] if part["type"] == "text")
-    return fact_of(question, example.answer, example.task, id, picture=picture)
+    return fact_of(question, example.answer, example.task, id, picture=picture, also=example.also)
 
 
 def facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:
