@@ -58,7 +58,7 @@ class QuestionIndex:
             under = self._under.setdefault(language, defaultdict(list))
             for key in keys:
                 under[key].append(number)
-        self._spelled = _by_length(self._words)
+        self._spelled = _by_length(sorted(self._words))  # of equally near ones, always the same
         self._counts: Counter[str] | None = None
         self._near = lru_cache(CACHED_WORDS)(self._find_near)
 
@@ -144,7 +144,9 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[
     """A stored question's words, its language, what it is kept under, and the keys of its terms."""
     language = language_of(text)
     question = read(text, language)
-    terms = sorted(question.terms.values(), key=lambda term: (-term.is_name, -term.is_exact, -term.weight))
+    terms = sorted(
+        question.terms.values(), key=lambda term: (term.is_function, -term.is_name, -term.is_exact, -term.weight)
+    )
     total, keys = sum(term.weight for term in terms), list[Key]()
     for term in terms:
         keys += [term.word, term.stem] if term.word != term.stem else [term.stem]
@@ -152,8 +154,8 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[
             break
         if not term.is_exact:
             keys += [("sense", sense) for sense in term.senses]
-        if (total := total - term.weight) < sum(each.weight for each in terms) / 2:
-            break
+        if not term.is_function and (total := total - term.weight) < sum(each.weight for each in terms) / 2:
+            break  # what a request must say of the others; a function word is never missing
     return question.words, language, tuple(dict.fromkeys(keys)), tuple(question.terms)
 
 
