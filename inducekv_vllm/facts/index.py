@@ -65,6 +65,10 @@ class QuestionIndex:
     def __len__(self) -> int:
         return len(self.questions)
 
+    def same_as(self, text: str) -> int | None:
+        """The last question with the same words."""
+        return self._same.get(same_words(text))
+
     def find(
         self,
         text: str,
@@ -79,7 +83,7 @@ class QuestionIndex:
             among: whether a question may be found.
             names_suffice: it is known that the request asks what the questions ask, and to be found out of what.
         """
-        number = self._same.get(same_words(text))
+        number = self.same_as(text)
         if number is not None and among(number):
             return Found(number, SAME)
         best: Found | None = None

@@ -1,4 +1,4 @@
-"""The package's counts of common words are those of its everyday requests: after a change there, they are written anew."""
+"""The package's counts of common words are those of its everyday requests: after a change there, write them anew."""
 
 from __future__ import annotations
 
