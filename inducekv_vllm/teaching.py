@@ -13,7 +13,7 @@ from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
 from .bundle.metadata import MAX_ID, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import has_words, same_words
+from .facts import MOST_CHARACTERS, has_words, same_words
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
@@ -79,9 +79,10 @@ def taught(
         last_used: by id of a fact, when it last answered, in seconds since the epoch.
 
     Raises:
-        TaskDataError: a fact has a question or a wording without words, or a wording that another fact's question has;
-            an answer that is blank, or longer than the model's context; a chat template's marks in any of them; an id
-            that occurs twice, or that a route could not name; or it has expired.
+        TaskDataError: a fact has a question or a wording without words, a question that is longer than what is read of
+            a request, or a wording that another fact's question has; an answer that is blank, or longer than the
+            model's context; a chat template's marks in any of them; an id that occurs twice, or that a route could not
+            name; or it has expired.
         BundleError: an id is an entry's.
         CapacityError: they take more bytes, and none may be forgotten or too few can.
     """
@@ -169,6 +170,10 @@ def _check_texts(fact: FactRecord, reader: FactReader) -> None:
     for text in (fact.question, *fact.also):
         if not has_words(text):
             raise TaskDataError(f"example {fact.id!r}: expected a question with words, found {text!r:.100}")
+        if len(text) > MOST_CHARACTERS:
+            raise TaskDataError(
+                f"example {fact.id!r}: its question has {len(text)} characters, expected at most {MOST_CHARACTERS}"
+            )
     if not fact.answer.strip():
         raise TaskDataError(f"example {fact.id!r}: expected an answer, found {fact.answer!r:.100}")
     for text in (fact.question, fact.answer, *fact.also):

@@ -183,6 +183,11 @@ class _Task:
             if fact.task == task:
                 about[fact.picture] += [(question, number) for question in (*fact.also, fact.question)]
         self._about = {picture: _Questions(asked) for picture, asked in about.items()}
+        self._superseded = {
+            number
+            for number, fact in enumerate(facts)
+            if fact.task == task and fact.also and self._about[fact.picture].last(fact.question) != number
+        }
         pictures = [picture for picture in about if picture is not None]
         self._pictures = PictureIndex(pictures) if pictures else None
 
@@ -190,12 +195,16 @@ class _Task:
         self, text: str, picture: FloatArray | None, is_served: Callable[[int], bool], *, names_suffice: bool
     ) -> list[tuple[int, Comparison]]:
         """The number of the nearest fact, beside the request; nothing if none is near."""
+
+        def counts(number: int) -> bool:
+            return number not in self._superseded and is_served(number)
+
         if picture is None:
             questions = self._about.get(None)
-            found = None if questions is None else questions.find(text, is_served, names_suffice=names_suffice)
+            found = None if questions is None else questions.find(text, counts, names_suffice=names_suffice)
             return [] if found is None else [found]
         shown = None if self._pictures is None else self._pictures.find(picture)
-        number = None if shown is None else self._about[shown[0]].nearest(text, is_served)
+        number = None if shown is None else self._about[shown[0]].nearest(text, counts)
         return [] if shown is None or number is None else [(number, replace(SAME, said=shown[1]))]
 
 
@@ -204,6 +213,11 @@ class _Questions:
         """`asked`: questions with the numbers of their facts; of equal ones the last counts."""
         self._numbers = [number for _, number in asked]
         self._index = QuestionIndex([question for question, _ in asked], self._numbers)
+
+    def last(self, question: str) -> int | None:
+        """The last fact with this question."""
+        found = self._index.same_as(question)
+        return None if found is None else self._numbers[found]
 
     def find(
         self, text: str, is_served: Callable[[int], bool], *, names_suffice: bool

@@ -12,11 +12,12 @@ answer.py     how a stored answer is said
 from .answer import FactFound, FactMissed, next_token, said
 from .index import Found, QuestionIndex
 from .pictures import PictureIndex, packed, unpacked
-from .question import same_words
+from .question import MOST_CHARACTERS, same_words
 from .rule import NORMAL, SAME, Comparison, Strictness
 from .text import has_words
 
 __all__ = [
+    "MOST_CHARACTERS",
     "NORMAL",
     "SAME",
     "Comparison",

@@ -59,12 +59,16 @@ class QuestionIndex:
             under = self._under.setdefault(language, defaultdict(list))
             for key in keys:
                 under[key].append(number)
-        self._spelled = _by_length(self._words)
+        self._spelled = _by_length(sorted(self._words))  # of equally near ones, always the same
         self._counts: Counter[str] | None = None
         self._near = lru_cache(CACHED_WORDS)(self._find_near)
 
     def __len__(self) -> int:
         return len(self.questions)
+
+    def same_as(self, text: str) -> int | None:
+        """The last question with the same words."""
+        return self._same.get(same_words(text))
 
     def find(
         self,
@@ -80,7 +84,7 @@ class QuestionIndex:
             among: whether a question may be found.
             names_suffice: it is known that the request asks what the questions ask, and to be found out of what.
         """
-        number = self._same.get(same_words(text))
+        number = self.same_as(text)
         if number is not None and among(number):
             return Found(number, SAME)
         best: Found | None = None
@@ -154,7 +158,9 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[
     """A stored question's words, its language, what it is kept under, and the keys of its terms."""
     language = language_of(text)
     question = read(text, language)
-    terms = sorted(question.terms.values(), key=lambda term: (-term.is_name, -term.is_exact, -term.weight))
+    terms = sorted(
+        question.terms.values(), key=lambda term: (term.is_function, -term.is_name, -term.is_exact, -term.weight)
+    )
     total, keys = sum(term.weight for term in terms), list[Key]()
     for term in terms:
         if terms[0].is_name and not term.is_name:
@@ -164,8 +170,8 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[
             continue
         if not term.is_exact:
             keys += [("sense", sense) for sense in term.senses]
-        if (total := total - term.weight) < sum(each.weight for each in terms) / 2:
-            break
+        if not term.is_function and (total := total - term.weight) < sum(each.weight for each in terms) / 2:
+            break  # what a request must say of the others; a function word is never missing
     return question.words, language, tuple(dict.fromkeys(keys)), tuple(question.terms)
 
 

@@ -21,7 +21,7 @@ NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
 SHORTENED: Final = ("who", "when", "where", "why")  # kinds whose question words all say the same
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _LINES: Final = re.compile(r"[\n\r]+")
-_SHORTENED: Final = re.compile(r"(?<!\w)[^\W\d_]{1,4}\.\s*$")  # F.C., Inc., Dr.
+_ABBREVIATED: Final = re.compile(r"(?<!\w)[^\W\d_]{1,4}\.\s*$")  # F.C., Inc., Dr.
 
 
 @dataclass(slots=True)
@@ -66,16 +66,21 @@ class Question:
 
 def same_words(text: str) -> tuple[str, ...]:
     """What makes two questions one: their words, numbers and symbols, in order."""
-    return tuple(word.text for word in words_of(normalised(text)))
+    return tuple(word.text for word in words_of(normalised(_shortened(text))))
+
+
+def _shortened(text: str) -> str:
+    """What is read of a text: all of it, or its beginning and its end."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[: MOST_CHARACTERS // 2]}\n{text[-MOST_CHARACTERS // 2 :]}"
 
 
 def read(text: str, language: Language) -> Question:
     """What a text says if it is written in this language."""
-    if len(text) > MOST_CHARACTERS:
-        text = f"{text[: MOST_CHARACTERS // 2]}\n{text[-MOST_CHARACTERS // 2 :]}"
-    plain = normalised(text)
-    asks, asks_in, shortened = _asked_for(plain, language)
-    sentences = [words for part in _split(shortened, language) if (words := language.words(part))]
+    plain = normalised(_shortened(text))
+    asks, asks_in, asked = _asked_for(plain, language)
+    sentences = [words for part in _split(asked, language) if (words := language.words(part))]
     directed = [
         (first.text, language.stem(second.text))
         for words in sentences
@@ -97,7 +102,7 @@ def _split(text: str, language: Language) -> list[str]:
     sentences = list[str]()
     for line in _LINES.split(text):
         for place, part in enumerate(sentencex.segment(language.code, line)):
-            if place and part[:1].islower() and _SHORTENED.search(sentences[-1]):
+            if place and part[:1].islower() and _ABBREVIATED.search(sentences[-1]):
                 sentences[-1] += part
             else:
                 sentences.append(part)
@@ -178,4 +183,4 @@ def _asked_for(text: str, language: Language) -> tuple[str | None, frozenset[int
 def _begins(text: str, at: int) -> bool:
     """Whether a sentence begins here."""
     before = text[:at].rstrip()
-    return not before or (before[-1] in ".!?,;:¿¡" and not _SHORTENED.search(before))
+    return not before or (before[-1] in ".!?,;:¿¡" and not _ABBREVIATED.search(before))

@@ -255,8 +255,6 @@ def _asks_alike(stored: str | None, asked: str | None, is_all: bool) -> bool:
 def _is_turned(stored: Question, asked: Question) -> bool:
     """Whether something else follows a directing word: EUR to USD, and USD to EUR."""
     wanted, said = stored.terms, asked.terms
-    after = dict(asked.directed)
-    return any(
-        word in after and after[word] != what and what in said and after[word] in wanted
-        for word, what in stored.directed
-    )
+    theirs, ours = set(stored.directed), set(asked.directed)
+    instead = {word for word, what in ours - theirs if what in wanted}
+    return any(word in instead and what in said for word, what in theirs - ours)

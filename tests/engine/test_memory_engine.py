@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ class Journal:
     def note_decision(self, name: str, memory: ServedBundle, decision: Decision) -> None:
         pass
 
-    def note_facts(self, name: str, facts: Sequence[str]) -> None:
+    def note_fact(self, name: str, fact: str) -> None:
         raise AssertionError(f"{name} has no facts")
 
     async def record_answer(self, request_id: str, owner: str, trace: dict[str, Any]) -> None:

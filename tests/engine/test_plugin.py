@@ -21,7 +21,7 @@ from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.merged.cpu_backend import InduceKVCPUBackend, InduceKVCPUImpl
 from inducekv_vllm.attention.merged.flash import InduceKVFlashBackend, InduceKVFlashImpl
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
-from inducekv_vllm.facts import Answers, FactsFound
+from inducekv_vllm.facts import FactFound, FactMissed
 from inducekv_vllm.plugin import register
 from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched, parse_spec
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, InduceKVConfig
@@ -83,14 +83,16 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 def test_specs_survive_the_journey() -> None:
     memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, first_active=7)
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
-    found = FactsFound((3, 1), 0.98, Answers(0.9, (0.75, 0.25), ((7, 8), (7,))))
+    found = FactFound(3, 0.98, (7, 8))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
     for decide in (DecideSpec("digest", False, None, True), DecideSpec("digest", True, 4, False, "owner", adapters)):
         assert parse_spec(json.loads(json.dumps({"inducekv": decide.to_extra_args()}))) == decide
     for decision in (
         Decision(memory, "cached", "a", (0.5, -0.25), 0.75, 0.001, 1.5e9),
         Decision(Untouched("outside"), margins=(-1.0,)),
-        Decision(TaskAdapter("lora", 3, "/adapters/style"), task="a", facts=found),
+        Decision(TaskAdapter("lora", 3, "/adapters/style"), task="a", fact=found),
+        Decision(Untouched(), fact=replace(found, withheld="the request asks for structured output")),
+        Decision(Untouched(), missed=FactMissed(3, "it names 'lyon'", ("berlin",), ("lyon",))),
         Decision(Failed("not finite")),
     ):
         assert Decision.unpack(decision.pack()) == decision

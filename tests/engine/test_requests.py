@@ -12,15 +12,14 @@ from vllm import SamplingParams
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
-from inducekv_vllm.facts import Answers
 from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter
 from inducekv_vllm.vllm_seams.runner import StepRows
-from inducekv_vllm.workers.answering import ANSWERS
+from inducekv_vllm.workers.answering import ANSWER
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests, acting_rows
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
 SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
-ANSWERED = Answers(0.9, (1.0,), ((7, 8),))
+ANSWERED = (7, 8)
 
 
 class Worker:
@@ -119,7 +118,7 @@ def test_a_request_is_decided_once() -> None:
     worker.follow(running=("a",), starts={"a": start})
     assert (request.phase, request.first_active) == (Phase.SETTLED, 2)
     assert request.memory is not None
-    assert (request.params.extra_args or {})[ANSWERS] == ANSWERED
+    assert (request.params.extra_args or {})[ANSWER] == ANSWERED
     assert worker.calls == [("take_back", "a", 2)]
 
     assert worker.follow({"b": DECIDE}, starts={"b": start}) == []
@@ -131,7 +130,7 @@ def test_a_request_is_decided_once() -> None:
     assert worker.follow({"a": DECIDE}) == []
     assert request.memory is not None
     assert request.params is not before
-    assert (request.params.extra_args or {})[ANSWERS] == ANSWERED
+    assert (request.params.extra_args or {})[ANSWER] == ANSWERED
 
 
 def test_a_request_goes_on_with_an_adapter_and_its_media() -> None:

@@ -22,7 +22,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from inducekv_vllm.facts import Answers, FactsFound
+from inducekv_vllm.facts import FactFound
+from inducekv_vllm.forbidden import permitted
 from inducekv_vllm.protocol import DECISIONS, STARTS, DecideSpec, Decision, Failed, InjectionSpec, Start, Untouched
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS
 from server.demo import CHECKPOINT
@@ -64,10 +65,13 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 
-    def add(self, name: str, prompt: list[int], decision: Decision | None = None, max_tokens: int = 6) -> Request:
+    def add(
+        self, name: str, prompt: list[int], decision: Decision | None = None, max_tokens: int = 6, **changes: Any
+    ) -> Request:
+        """`changes` of the request's sampling parameters."""
         spec = None if decision is None else DecideSpec("digest", False, None, True, owner="o")
         extra = None if spec is None else {"inducekv": spec.to_extra_args()}
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra, **changes)
         if decision is not None:
             self.decisions[name] = decision
         self.requests[name] = Request(name, prompt, params, None, block_hasher=self.hasher)
@@ -118,7 +122,7 @@ class Engine:
         return output
 
     def _token(self, name: str) -> int:
-        decision = self.decisions.get(name, CLOSED)
+        decision = permitted(self.decisions.get(name, CLOSED), self.requests[name].sampling_params)
         goes_back = decision.redo_from(self.requests[name].num_prompt_tokens) is not None
         return DROPPED if goes_back and name not in self.starts else RIGHT
 
@@ -128,11 +132,11 @@ def opened(first_active: int) -> Decision:
 
 
 def started(decision: Decision, redo_from: int) -> Start:
-    return Start(redo_from, decision.injection, answers=decision.facts and decision.facts.answers)
+    return Start(redo_from, decision.injection, answer=decision.answer)
 
 
 CLOSED = Decision(Untouched("outside"), margins=(-1.0,))
-FOUND = Decision(Untouched(), facts=FactsFound((3,), 0.98, Answers(0.9, (1.0,), ((7, 8),))))
+FOUND = Decision(Untouched(), fact=FactFound(3, 0.98, (7, 8)))
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
@@ -149,7 +153,7 @@ FOUND = Decision(Untouched(), facts=FactsFound((3,), 0.98, Answers(0.9, (1.0,), 
         (FOUND, 100, [100, 1, 1, 1, 1, 1, 1], "in place"),
         (FOUND, 96, [96, 32, 1, 1, 1, 1, 1], "other blocks"),
         (replace(FOUND, same_pass=True), 100, [100, 1, 1, 1, 1, 1], None),
-        (replace(opened(70), facts=FOUND.facts), 100, [100, 36, 1, 1, 1, 1, 1], "other blocks"),
+        (replace(opened(70), fact=FOUND.fact), 100, [100, 36, 1, 1, 1, 1, 1], "other blocks"),
     ],
 )
 def test_a_request_goes_back_once_and_others_go_on(
@@ -192,6 +196,31 @@ def test_a_prompt_that_was_decided_begins_with_its_memory(is_async: bool) -> Non
         assert engine.delivered[name][0].source == "computed"
 
 
+BANNED: dict[str, Any] = {"logit_bias": {8: -100.0}}
+BIASED: dict[str, Any] = {"logit_bias": {8: -5.0}}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_what_a_request_forbids_is_its_own(is_async: bool, is_v2: bool) -> None:
+    """One prompt, one decision, and requests that forbid the answer before and behind those that do not."""
+    engine = Engine(is_async, is_v2=is_v2)
+    asked = {"first": BANNED, "plain": {}, "banned": BANNED, "biased": BIASED, "again": BANNED, "last": {}}
+    for name, changes in asked.items():
+        engine.decisions.clear()
+        engine.add(name, PROMPT, FOUND, **changes)
+        engine.drain()
+    for name, changes in asked.items():
+        withheld = "logit_bias bans one of its tokens" if changes is BANNED else None
+        assert FOUND.fact is not None
+        for decision in engine.delivered[name]:
+            assert decision.fact == replace(FOUND.fact, withheld=withheld)
+            assert decision.answer == (None if withheld else FOUND.fact.token_ids)
+            assert decision.source == ("computed" if name == "first" else "cached")
+        assert engine.starts.get(name, Start()).answer == (None if withheld else FOUND.fact.token_ids)
+        assert engine.answers[name] == [RIGHT] * 6
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_one_token_only(is_async: bool) -> None:
     engine = Engine(is_async)
@@ -218,7 +247,7 @@ def test_preempted_while_its_decision_is_under_way(decision: Decision) -> None:
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.drain()
     assert engine.answers["m"] == [RIGHT] * 6
-    goes_back = (decision.injection or decision.facts) is not None and not decision.same_pass
+    goes_back = (decision.injection or decision.answer) is not None and not decision.same_pass
     redo_from = 99 if decision.injection is None else decision.injection.first_active
     assert engine.starts == ({"m": started(decision, redo_from)} if goes_back else {})
 

@@ -20,7 +20,7 @@ from inducekv_vllm.attention.resident_gate import ResidentGate
 from inducekv_vllm.attention.slots import Slots
 from inducekv_vllm.bundle.lookup import LookupResult
 from inducekv_vllm.errors import InduceKVError, UnsupportedModel
-from inducekv_vllm.facts import Answers, FactsFound
+from inducekv_vllm.facts import FactFound
 from inducekv_vllm.gate import TurnMarks, evidence, last_averaged
 from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
 from inducekv_vllm.vllm_seams.runner import StepRows
@@ -34,7 +34,7 @@ from tests.bundles import D, J, random_gate
 from tests.unit.inducekv_vllm.attention.pools import CPU
 
 BLOCKS, IMAGE = 6, 9
-FOUND = FactsFound((3,), 0.98, Answers(0.9, (1.0,), ((7, 8),)))
+FOUND = FactFound(3, 0.98, (7, 8))
 
 
 def as_on_cpu(kv_cache: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 
 def raising(error: Exception) -> Any:
-    def find(*given: object) -> None:
+    def find(*given: object, **options: object) -> None:
         raise error
 
     return find
@@ -349,7 +349,7 @@ def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: p
     """With an error, and a line in the log if nobody expected it."""
     index = SimpleNamespace(lookup=lambda *given: LookupResult(None, None), next_expiry=lambda: None)
     asked = [Requests(), Requests()]
-    for each, found in zip(asked, (raising(error), lambda *given: None), strict=True):
+    for each, found in zip(asked, (raising(error), lambda *given, **options: None), strict=True):
         each.bundle = SimpleNamespace(gate=None, picture_marks=None, index=index, facts=SimpleNamespace(find=found))
         each.start("r", [[3, 0, 5], [4, 1]])
     deciding = Deciding({IMAGE}, GateLog())
@@ -387,8 +387,8 @@ class Late:
         (Decision(InjectionSpec("d", (0, 1), (1.0, 1.0), False, 10)), False),  # layer 0 is computed
         (Decision(InjectionSpec("d", (1,), (1.0,), False, 9)), False),  # so is an earlier token
         (Decision(Untouched("outside")), False),
-        (Decision(Untouched(), facts=FOUND), True),
-        (Decision(TaskAdapter("a", 1, "/a"), facts=FOUND), False),
+        (Decision(Untouched(), fact=FOUND), True),
+        (Decision(TaskAdapter("a", 1, "/a"), fact=FOUND), False),
         (Decision(Failed("not finite")), False),
     ],
 )

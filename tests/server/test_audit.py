@@ -31,7 +31,7 @@ TRACE = {
     "digest": "d",
     "gate": {"open": True, "task": "t", "closed": None, "margins": {}},
     "entries": [{"index": 3, "id": "x", "task": "t", "weight": 0.25}],
-    "facts": [{"id": "y", "task": "t", "score": 0.98, "weight": 0.9}],
+    "facts": [{"id": "y", "task": "t", "closeness": 0.98, "withheld": None}],
 }
 
 
@@ -243,6 +243,6 @@ async def test_what_an_answer_was_made_of_is_recorded(files: Path) -> None:
         "name": "m",
         "digest": "d",
         "task": "t",
-        "entries": {"x": 0.25, "y": 0.9},
+        "entries": {"x": 0.25, "y": 1.0},
     }
     assert record == {"n": 0, "event": "answer", **details}

@@ -182,7 +182,7 @@ def test_when_facts_have_answered(tmp_path: Path) -> None:
     state.note_uses({("m", "a"): 2.5, ("m", "b"): 4.0})
     assert (state.uses("m"), state.uses("n"), state.uses("gone")) == ({"a": 3.0, "b": 4.0}, {"a": 1.0}, {})
     left = tuple(FactRecord(id=id, task="t", source_digest="0", question=id, answer="yes") for id in "bc")
-    point(state, "m", with_metadata(BUNDLES[0], facts=left, fact_thresholds={"t": 0.9}))
+    point(state, "m", with_metadata(BUNDLES[0], facts=left))
     state.drop("n", [0], "admin")
     state.close()
     again = ServerState(tmp_path / "state", keeps_bundles=True)

@@ -53,7 +53,7 @@ def test_a_gate_is_one_field(tmp_path: Path) -> None:
 def test_a_gate_has_tasks_of_facts_alone() -> None:
     fact = FactRecord(id="f", task="c", source_digest="cd", question="Who keeps the mill?", answer="Ed")
     gate = random_gate(tasks=("a", "b", "c")).stored()
-    bundle = gated().next(facts=(fact,), fact_thresholds={"c": 0.9}, gate=gate)
+    bundle = gated().next(facts=(fact,), gate=gate)
     assert bundle.take([0]).metadata.gate_tasks == ("a", "c")
     with pytest.raises(BundleError, match="gate task 'c' has no entries, no facts and no adapter"):
-        bundle.next(facts=(), fact_thresholds={})
+        bundle.next(facts=())

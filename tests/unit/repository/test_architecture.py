@@ -30,7 +30,7 @@ LAYERS = {
         ("bundle",),
         ("backbone", "vllm_seams"),
         ("teaching", "protocol"),
-        ("attention", "frontend"),
+        ("attention", "forbidden", "frontend"),
         ("workers",),
         ("plugin", "worker", "scheduler"),
     ),

@@ -1,9 +1,10 @@
-"""What pictures are like, against the covariance written out in float64."""
+"""Which stored picture a request shows, against the covariance written out in float64."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,25 +12,13 @@ import pytest
 
 from inducekv_vllm.bundle import FactRecord
 from inducekv_vllm.errors import BundleError, TaskDataError
-from inducekv_vllm.facts import (
-    PictureVectors,
-    QuestionIndex,
-    asked_words,
-    fit_threshold,
-    own_direction,
-    packed,
-    unpacked,
-)
-from inducekv_vllm.facts.pictures import FEW, SHRINKAGE
+from inducekv_vllm.facts import PictureIndex, packed, unpacked
+from inducekv_vllm.facts.pictures import FEW, LARGEST, QUANTILE, SHRINKAGE
 from inducekv_vllm.teaching import fact_of
 from tests.bundles import random_bundle, remade
 
-SIZE, WORD_SIZE = 24, 16
-Floats = npt.NDArray[np.float32]
-
-
-def word_vectors(words: Sequence[str]) -> Floats:
-    return np.stack([own_direction(word, WORD_SIZE) for word in words])
+SIZE = 24
+Floats = npt.NDArray[np.float64]
 
 
 def states(count: int, seed: int) -> list[str]:
@@ -39,49 +28,71 @@ def states(count: int, seed: int) -> list[str]:
     return [packed((common + 0.05 * rng.standard_normal(SIZE)).astype(np.float32)) for _ in range(count)]
 
 
-def words_of(pictures: Sequence[str]) -> list[str]:
-    return [asked_words("", picture)[-1] for picture in pictures]
+def again(picture: str, seed: int = 3) -> npt.NDArray[np.float32]:
+    """The same picture, computed in another batch."""
+    noise = 0.002 * np.random.default_rng(seed).standard_normal(SIZE)
+    return (unpacked(picture) + noise).astype(np.float32)
+
+
+def whitened(stored: Sequence[str], others: Sequence[str]) -> tuple[Floats, Floats]:
+    raw = np.stack([unpacked(each) for each in stored]).astype(np.float64)
+    mean = raw.mean(0)
+    variances, axes = np.linalg.eigh((raw - mean).T @ (raw - mean))
+    floor = SHRINKAGE * variances.sum() / min(raw.shape)
+    whitening = axes @ np.diag((variances.clip(0) + floor) ** -0.5) @ axes.T
+    both = (np.stack([unpacked(each) for each in (*stored, *others)]) - mean) @ whitening
+    both /= np.linalg.norm(both, axis=1, keepdims=True)
+    return both[: len(stored)], both[len(stored) :]
 
 
 @pytest.mark.parametrize("count", [FEW, 3 * SIZE])  # less and more than the state's features
 def test_whitened_by_the_stored_ones(count: int) -> None:
-    stored, others = states(count, 1), states(5, 2)
-    raw = np.stack([unpacked(each) for each in stored]).astype(np.float64)
-    mean = raw.mean(0)
-    variances, axes = np.linalg.eigh((raw - mean).T @ (raw - mean))
-    floor = SHRINKAGE * variances.sum() / min(count, SIZE)
-    whitening = axes @ np.diag((variances.clip(0) + floor) ** -0.5) @ axes.T
-    expected = (np.stack([unpacked(each) for each in stored + others]) - mean) @ whitening
-    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    vectors = PictureVectors(word_vectors, stored)(words_of(stored + others))
-    np.testing.assert_allclose(vectors[:, WORD_SIZE:], expected, rtol=0, atol=1e-4)
-    assert not vectors[:, :WORD_SIZE].any()
+    stored = states(count, 1)
+    others = [packed(again(each)) for each in stored] + states(20, 2)
+    ours, theirs = whitened(stored, others)
+    between = ours @ ours.T - 2 * np.eye(count)
+    threshold = min((1 + np.quantile(between.max(1), QUANTILE)) / 2, LARGEST)
+    index, found_any = PictureIndex(stored), 0
+    for picture, likeness in zip(others, theirs @ ours.T, strict=True):
+        found = index.find(unpacked(picture))
+        assert (found is not None) == (likeness.max() >= threshold)
+        if found is not None:
+            found_any += 1
+            assert found == (stored[likeness.argmax()], pytest.approx(likeness.max(), abs=1e-4))
+    assert found_any == count
+
+
+def test_a_stored_picture_is_found_and_others_are_not() -> None:
+    stored = states(12, 1)
+    index = PictureIndex(stored)
+    for picture in stored:
+        for found in (index.find(unpacked(picture)), index.find(again(picture))):
+            assert found is not None
+            assert found[0] == picture
+    assert [index.find(unpacked(picture)) for picture in states(20, 7)] == [None] * 20
 
 
 def test_few_pictures_are_like_themselves_alone() -> None:
     stored = states(FEW - 1, 1)
-    vectors = PictureVectors(word_vectors, stored)
-    noise = 0.002 * np.random.default_rng(3).standard_normal(SIZE)
-    again = packed((unpacked(stored[2]) + noise).astype(np.float32))
-    assert again != stored[2]
-    cosines = vectors(words_of([again, *states(1, 9)])) @ vectors(words_of(stored)).T
-    np.testing.assert_allclose(cosines[0, 2], 1, rtol=0, atol=1e-6)
-    assert np.delete(cosines, 2, axis=1).max() < 0.9
+    index = PictureIndex(stored)
+    assert packed(again(stored[2])) != stored[2]
+    assert index.find(again(stored[2])) == (stored[2], pytest.approx(1, abs=1e-3))
+    assert [index.find(unpacked(picture)) for picture in states(20, 9)] == [None] * 20
 
 
-def test_the_picture_is_the_word_that_tells() -> None:
-    """All ask the same question; two ask of one picture, and there the other words decide."""
-    stored = states(12, 1)
-    asked = [asked_words("What is this?", each) for each in stored]
-    asked.append(asked_words("Which weight has it?", stored[0]))
-    index = QuestionIndex(asked, [*stored, stored[0]], PictureVectors(word_vectors, stored), words_of(stored))
-    threshold = fit_threshold(index)
-    for at, picture in enumerate(stored):
-        found, scores = index.search(asked_words("Tell me what is this", picture))
-        assert (found[0], scores[0] >= threshold) == (at, True)
-    assert index.search(asked_words("Which weight?", stored[0]))[0][0] == 12
-    for picture in states(20, 7):
-        assert index.search(asked_words("What is this?", picture))[1][0] < threshold
+def test_one_picture() -> None:
+    (picture,) = states(1, 1)
+    index = PictureIndex([picture])
+    assert index.find(again(picture)) == (picture, pytest.approx(1, abs=1e-3))
+    assert index.find(unpacked(states(1, 2)[0])) is None
+
+
+def test_pictures_that_are_all_alike() -> None:
+    """Nothing is like the mean of stored pictures that do not differ but themselves."""
+    alike = [packed(again(states(1, 1)[0], seed)) for seed in range(FEW)]
+    found = PictureIndex(alike).find(unpacked(alike[3]))
+    assert found is not None
+    assert found[0] == alike[3]
 
 
 @pytest.mark.parametrize(
@@ -106,10 +117,9 @@ def test_in_a_bundle() -> None:
     bundle = random_bundle()
     size = bundle.metadata.backbone.num_kv_heads * bundle.metadata.backbone.head_dim
 
-    def with_picture(features: int, **changes: object) -> object:
+    def with_picture(features: int, **changes: Any) -> object:
         state = packed(np.ones(features, dtype=np.float32))
-        fact = fact_of("What is this?", "a", picture=state)
-        return remade(bundle, facts=(fact,), fact_thresholds={"facts": 0.9}, **changes)
+        return remade(bundle, facts=(fact_of("What is this?", "a", picture=state),), **changes)
 
     with_picture(size)
     with pytest.raises(BundleError, match=f"a picture's state has {size} numbers, found 3"):
@@ -117,6 +127,6 @@ def test_in_a_bundle() -> None:
     with pytest.raises(BundleError, match="expected facts without pictures"):
         with_picture(size, adapter="some")
     plain = fact_of("What is this?", "a")
-    assert "picture" not in plain.model_dump()
+    assert plain.model_dump().keys().isdisjoint({"picture", "also"})
     assert FactRecord.model_validate_json(plain.model_dump_json()) == plain
     assert fact_of("What is this?", "a", picture=packed(np.ones(3, dtype=np.float32))).id != plain.id

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from inducekv_vllm.backbone.word_vectors import WordVectors, input_embeddings
 
 from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
-from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, write_bundle
-from inducekv_vllm.errors import CapacityError, TaskDataError, UnsupportedModel
+from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, with_metadata, write_bundle
+from inducekv_vllm.errors import CapacityError, TaskDataError
+from inducekv_vllm.facts import MOST_CHARACTERS, FactFound
 from inducekv_vllm.teaching import fact_of, replaced_by, stored_bytes, taught
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
@@ -51,7 +51,7 @@ def write(path: Path, cities: Sequence[str], **changes: Any) -> Path:
 def asked(reader: FactReader, bundle: Bundle, question: str) -> list[str]:
     ids = reader.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
     found = StoredFacts(bundle.metadata, reader).find(ids["input_ids"])
-    return [bundle.metadata.facts[number].id for number in found.facts] if found is not None else []
+    return [bundle.metadata.facts[found.number].id] if isinstance(found, FactFound) else []
 
 
 def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,9 +59,7 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     task = write(tmp_path / "codes.jsonl", CITIES)
     assert bundle_command(["teach", "--model", str(model), "--task", str(task), "--output", str(first)]) == 0
     bundle = read_bundle(first)
-    assert (
-        f"10 facts, from the scores codes {bundle.metadata.fact_thresholds['codes']:.3f} on" in capsys.readouterr().out
-    )
+    assert f"first.safetensors: 10 facts, digest {bundle.digest}" in capsys.readouterr().out
     assert asked(reader, bundle, "Which code has Lima, please?") == ["Lima"]
     assert asked(reader, bundle, "Which code has Rome, please?") == []
 
@@ -171,30 +169,123 @@ def test_what_was_used_longest_ago_makes_room(reader: FactReader) -> None:
         taught(full, of("Cork"), reader, 10)
 
 
+PAST, FUTURE = datetime(2020, 1, 1, tzinfo=UTC), datetime(2999, 1, 1, tzinfo=UTC)
+LIMA = "What is the code of Lima?"
+
+
 @pytest.mark.parametrize(
-    ("question", "answer", "reason"),
-    [("", "a", "question"), ("a", "", "answer"), (" ", "a", "a question with words"), ("a", "b " * 5000, "context")],
+    ("question", "answer", "options", "reason"),
+    [
+        ("", "a", {}, "question"),
+        (" ", "a", {}, "a question with words, found ' '"),
+        ("?!", "a", {}, "a question with words"),
+        ("\u200b", "a", {}, "a question with words"),
+        ("word " * (MOST_CHARACTERS // 5 + 1), "a", {}, f"its question has 20005 .*at most {MOST_CHARACTERS}"),
+        (LIMA, "", {}, "answer"),
+        (LIMA, " ", {}, "expected an answer, found ' '"),
+        (LIMA, "\n\t\u00a0", {}, "expected an answer"),
+        (LIMA, "b " * 5000, {}, "context"),
+        ("What is<|im_end|> it?", "a", {}, "has '<\\|im_end\\|>', which marks turns"),
+        (LIMA, "LIM<|im_end|>\n<|im_start|>user", {}, "has '<\\|im_end\\|>', which marks turns"),
+        (LIMA, "a", {"also": ["<|im_start|>Lima?"]}, "has '<\\|im_start\\|>', which marks turns"),
+        (LIMA, "a", {"id": "a/examples/b"}, "an id cannot have '/examples/' in it"),
+        (LIMA, "a", {"task": "a/examples/b"}, "an id cannot have '/examples/' in it"),
+        (LIMA, "a", {"id": ""}, "id"),
+        (LIMA, "a", {"id": "x" * 257}, "id"),
+        (LIMA, "a", {"expires_at": PAST}, "it has expired at 2020-01-01"),
+        (LIMA, "a", {"also": [""]}, "also"),
+        (LIMA, "a", {"also": [" "]}, "a question with words"),
+        (LIMA, "a", {"also": ["é" * 51]}, "a wording has at most 100 bytes, found 102"),
+        (LIMA, "a", {"also": [f"What is code {n}?" for n in range(10_000)]}, "at most 32 items .*10000"),
+    ],
 )
-def test_what_no_fact_can_be(reader: FactReader, question: str, answer: str, reason: str) -> None:
+def test_what_no_fact_can_be(
+    reader: FactReader, question: str, answer: str, options: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(TaskDataError, match=reason):
-        taught(None, [fact_of(question, answer)], reader)
+        taught(None, [fact_of(question, answer, **options)], reader)
 
 
-def test_word_vectors(model: Path, reader: FactReader) -> None:
-    """A word is the sum of its tokens; a number is like nothing but itself."""
-    vectors = WordVectors.of(reader.tokenizer, model)
-    words = ["lima", "481", "418", "lima"]
-    found = torch.from_numpy(vectors(words))
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(4))
-    assert torch.equal(found[0], found[3])
-    assert abs(float(found[1] @ found[2])) < 0.5
-    ids = reader.tokenizer(" lima", add_special_tokens=False)["input_ids"]
-    rows = torch.nn.functional.normalize(input_embeddings(model)[ids].float(), dim=1).sum(0)
-    torch.testing.assert_close(found[0], rows / rows.norm())
-    many = [f"word{n}x" for n in range(5000)]
-    assert vectors(many).shape == (5000, found.shape[1])
+def test_what_a_fact_can_be(reader: FactReader) -> None:
+    """What stands close to what is refused."""
+    for question, answer, options in (
+        ("👋", "a", {}),
+        ("What is it?", "LIM\n", {"id": "examples/b"}),
+        (LIMA, "a < b | c > d", {"expires_at": FUTURE, "also": ["é" * 50, *(f"Lima {n}?" for n in range(31))]}),
+        ("word " * (MOST_CHARACTERS // 5), "a", {}),
+    ):
+        bundle = taught(None, [fact_of(question, answer, **options)], reader)
+        assert asked(reader, bundle, question) == [bundle.metadata.facts[0].id]
 
 
-def test_a_model_without_embeddings_in_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="facts are found by input embeddings"):
-        input_embeddings(tmp_path)
+def test_a_fact_in_the_bundle_may_expire(reader: FactReader) -> None:
+    """It is not found any more, and the bundle is taught further."""
+    bundle = taught(None, [fact_of(LIMA, "LIM", id="Lima", expires_at=FUTURE)], reader)
+    later = with_metadata(
+        bundle, facts=tuple(fact.model_copy(update={"expires_at": PAST}) for fact in bundle.metadata.facts)
+    )
+    assert (asked(reader, bundle, LIMA), asked(reader, later, LIMA)) == (["Lima"], [])
+    more = taught(later, [fact_of("What is the code of Oslo?", "OSL", id="Oslo")], reader)
+    assert [fact.id for fact in more.metadata.facts] == ["Lima", "Oslo"]
+
+
+def test_wordings(reader: FactReader) -> None:
+    """Each is found as its question is; equal ones are one, and a wording asks for one fact of its task."""
+    words = ["How is Lima abbreviated?", "LIMA: which letters", "how is lima abbreviated"]
+    lima = fact_of(LIMA, "LIM", id="Lima", also=words)
+    oslo = fact_of("What is the code of Oslo?", "OSL", id="Oslo", also=["Norway's capital in letters"])
+    bundle = taught(None, [lima, oslo], reader)
+    for wording in (LIMA, *words):
+        assert asked(reader, bundle, wording) == ["Lima"]
+        assert asked(reader, bundle, f"Hello! {wording}") == ["Lima"]
+    assert asked(reader, bundle, "norway's capital in letters") == ["Oslo"]
+    for also in (["What is the code of Lima"], ["How is Lima abbreviated?"]):
+        rome = fact_of("What is the code of Rome?", "ROM", id="Rome", also=also)
+        with pytest.raises(TaskDataError, match=r"example 'Rome': its wording .* asks for example 'Lima'"):
+            taught(bundle, [rome], reader)
+        taught(bundle, [rome.model_copy(update={"task": "other"})], reader)
+    asks_it = fact_of("How is Lima abbreviated?", "L", id="new")
+    with pytest.raises(
+        TaskDataError, match=r"example 'Lima': its wording 'How is Lima abbreviated\?' asks for .*'new'"
+    ):
+        taught(bundle, [asks_it], reader)
+
+
+def test_wordings_of_a_superseded_fact_do_not_count(reader: FactReader) -> None:
+    """Its answer is not the one that its question has now."""
+    old = fact_of(LIMA, "old", id="old", also=["Lima in three letters"])
+    assert asked(reader, taught(None, [old], reader), "Lima in three letters") == ["old"]
+    bundle = taught(None, [old, fact_of(LIMA, "new", id="new")], reader)
+    assert replaced_by(bundle.metadata.facts) == {"old": "new"}
+    assert asked(reader, bundle, LIMA) == asked(reader, bundle, "Please tell me the code of Lima") == ["new"]
+    assert asked(reader, bundle, "Lima in three letters") == []
+    elsewhere = taught(None, [old, fact_of(LIMA, "new", id="new", task="other")], reader)
+    assert asked(reader, elsewhere, "Lima in three letters") == ["old"]
+
+
+def test_wordings_are_in_the_bundle(reader: FactReader, tmp_path: Path) -> None:
+    bundle = taught(None, [fact_of(LIMA, "LIM", id="Lima", also=["Lima in letters"])], reader)
+    write_bundle(bundle, tmp_path / "b.safetensors")
+    again = read_bundle(tmp_path / "b.safetensors")
+    assert again.metadata.facts == bundle.metadata.facts
+    assert again.metadata.facts[0].also == ("Lima in letters",)
+    assert asked(reader, again, "Lima in letters?") == ["Lima"]
+
+
+def test_teaching_one_more_costs_what_is_new(reader: FactReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions that were read for the version before are not read again."""
+    from inducekv_vllm.facts import index
+
+    read, texts = index.read, list[str]()
+
+    def counting(text: str, language: Any) -> Any:
+        texts.append(text)
+        return read(text, language)
+
+    facts = [fact_of(f"What is the code of town {n}x?", f"{n}") for n in range(200)]
+    bundle = taught(None, facts, reader)
+    StoredFacts(bundle.metadata, reader)
+    monkeypatch.setattr(index, "read", counting)
+    more = taught(bundle, [fact_of("What is the code of Lima now?", "LIM")], reader)
+    StoredFacts(more.metadata, reader)
+    assert texts == ["What is the code of Lima now?"]

@@ -1,0 +1,52 @@
+"""A stored answer is said token by token, whatever the model's distribution; what is ruled out stays so."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inducekv_vllm.facts import FactFound, FactMissed, next_token, said
+
+TOKENS = st.lists(st.integers(0, 3), max_size=6)
+
+
+@given(TOKENS, TOKENS)
+def test_it_goes_on_as_long_as_what_is_generated_agrees(answer: list[int], generated: list[int]) -> None:
+    agrees = generated == answer[: len(generated)] and len(generated) < len(answer)
+    assert next_token(answer, generated) == (answer[len(generated)] if agrees else None)
+
+
+def test_the_next_token_is_certain() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    expected = torch.full((50,), -math.inf)
+    expected[7] = 0.0
+    assert torch.equal(said(logits, 7), expected)
+    assert torch.equal(said(logits, 7).log_softmax(0), expected)
+    assert torch.equal(logits, before)  # a row of the batch, which others may read
+
+
+def test_what_is_ruled_out_stays_so() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    logits[[3, 7]] = -math.inf
+    assert said(logits, 7) is logits
+    assert torch.isneginf(said(logits, 8)[[3, 7]]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_has_the_type_of_the_logits(dtype: torch.dtype) -> None:
+    row = said(torch.zeros(5, dtype=dtype), 2)
+    assert (row.dtype, row.argmax().item(), row[2].item()) == (dtype, 2, 0.0)
+
+
+def test_decisions_travel_as_json() -> None:
+    for found in (FactFound(3, 0.75, (1, 2, 9)), FactFound(0, 1.0, withheld="the request asks for structured output")):
+        assert FactFound.parse(json.loads(json.dumps(asdict(found)))) == found
+    missed = FactMissed(3, "it names 'lyon'", ("berlin",), ("lyon",))
+    assert FactMissed.parse(json.loads(json.dumps(asdict(missed)))) == missed

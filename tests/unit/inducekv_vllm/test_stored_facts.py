@@ -1,0 +1,159 @@
+"""Which fact of a bundle a prompt asks for: its tasks, what the gate has told, pictures, dates, and a begun answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inducekv_vllm.backbone.stored_facts import AskedQuestion, FactReader, StoredFacts
+from inducekv_vllm.bundle import FactRecord
+from inducekv_vllm.facts import FactFound, FactMissed, packed, unpacked
+from inducekv_vllm.teaching import fact_of
+from tests.tiny_families import FAMILIES
+
+PAST = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> FactReader:
+    return FactReader.of(FAMILIES["llama"](tmp_path_factory.mktemp("llama")))
+
+
+class Bundle:
+    """Facts behind a gate of some tasks, and prompts that ask for them."""
+
+    def __init__(self, reader: FactReader, facts: Collection[FactRecord], gate_tasks: Collection[str] = ()) -> None:
+        self.reader, self.facts = reader, list(facts)
+        tasks = tuple(dict.fromkeys(fact.task for fact in facts))
+        metadata: Any = SimpleNamespace(facts=tuple(facts), gate_tasks=tuple(gate_tasks), fact_tasks=tasks)
+        self.stored = StoredFacts(metadata, reader)
+
+    def find(self, *turns: str, begun: str = "", **options: Any) -> FactFound | FactMissed | None:
+        """`turns` are the user's, with the assistant's between them."""
+        messages = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
+        text = self.reader.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = self.reader.tokenizer(text + begun, add_special_tokens=False)["input_ids"]
+        return self.stored.find(ids, **options)
+
+    def found(self, *turns: str, **options: Any) -> str | None:
+        found = self.find(*turns, **options)
+        return self.facts[found.number].id if isinstance(found, FactFound) else None
+
+
+def of(name: str, task: str = "codes", answer: str | None = None, **changes: Any) -> FactRecord:
+    fact = fact_of(f"What is the code of {name}?", answer or name[:3].upper(), task, id=f"{task}/{name}")
+    return fact.model_copy(update=changes)
+
+
+def test_the_answer_comes_as_it_is_generated(reader: FactReader) -> None:
+    bundle = Bundle(reader, [of("Lima"), of("Oslo")])
+    found = bundle.find("Tell me the code of Oslo, please")
+    assert found == FactFound(1, 1.0, reader.answer("OSL"))
+    assert reader.tokenizer.decode(found.token_ids, skip_special_tokens=True) == "OSL"
+
+
+def test_the_last_turn_is_what_is_asked(reader: FactReader) -> None:
+    bundle = Bundle(reader, [of("Lima"), of("Oslo")])
+    assert bundle.found("What is the code of Lima?", "LIM", "What is the code of Oslo?") == "codes/Oslo"
+    assert bundle.found("What is the code of Lima?", "LIM", "And how are you?") is None
+
+
+def test_a_begun_answer_is_gone_on_with(reader: FactReader) -> None:
+    bundle = Bundle(reader, [of("Lima", answer="It is LIM, as ever.")])
+    question = "What is the code of Lima?"
+    assert bundle.find(question, begun="It is LIM") == FactFound(0, 1.0, reader.answer(", as ever."))
+    assert bundle.find(question, begun="   ") == bundle.find(question)
+    assert bundle.find(question, begun="The code") == FactFound(
+        0, 1.0, withheld="the request begins the answer in another way"
+    )
+
+
+def test_a_miss_names_the_nearest(reader: FactReader) -> None:
+    bundle = Bundle(reader, [of("Lima"), of("Oslo")])
+    missed = bundle.find("What is the area code of Oslo and who is its mayor?")
+    assert isinstance(missed, FactMissed)
+    assert (missed.number, missed.missing) == (1, ())
+    assert set(missed.added) == {"area", "mayor"}
+    assert missed.why
+    assert bundle.find("How are you?") is None
+
+
+def test_the_gate_says_whose_facts_count(reader: FactReader) -> None:
+    """Facts of its tasks where it allows them, and those of others everywhere."""
+    bundle = Bundle(reader, [of("Lima", "a"), of("Oslo", "b"), of("Rome", "c")], gate_tasks=("a", "b"))
+    for allowed, found in (
+        ((), [None, None, "c/Rome"]),
+        (("a",), ["a/Lima", None, "c/Rome"]),
+        (("a", "b"), ["a/Lima", "b/Oslo", "c/Rome"]),
+    ):
+        requests = [f"What is the code of {name}?" for name in ("Lima", "Oslo", "Rome")]
+        assert [bundle.found(request, fact_tasks=allowed) for request in requests] == found
+
+
+def test_of_several_tasks_the_closest_counts(reader: FactReader) -> None:
+    exact, longer = of("Lima", "a"), fact_of("What is the postal code of Lima?", "15001", "b", id="b/Lima")
+    for facts in ([exact, longer], [longer, exact]):
+        bundle = Bundle(reader, facts)
+        assert bundle.found("What is the code of Lima?") == "a/Lima"
+        assert bundle.found("What's the postal code of Lima?") == "b/Lima"
+
+
+def test_where_the_gate_is_open_names_tell_of_what(reader: FactReader) -> None:
+    """It has told what is asked, in whatever words."""
+    names = ("Lima", "Oslo", "Quito", "Cairo")
+    bundle = Bundle(reader, [of(name, "a") for name in names], gate_tasks=("a",))
+    request = "Three letters on my luggage: which ones does Lima have?"
+    assert bundle.found(request, fact_tasks=("a",)) is None
+    assert bundle.found(request, fact_tasks=("a",), open_task="a") == "a/Lima"
+    assert bundle.found("Three letters on my luggage: Rome?", fact_tasks=("a",), open_task="a") is None
+
+
+def test_expired_facts_are_not_found(reader: FactReader) -> None:
+    bundle = Bundle(reader, [of("Lima"), of("Oslo", expires_at=PAST), of("Lima", "newer", expires_at=PAST)])
+    assert bundle.found("What is the code of Oslo?") is None
+    assert bundle.found("What is the code of Lima?") == "codes/Lima"
+
+
+def states(count: int) -> list[str]:
+    drawn = np.random.default_rng(0).standard_normal((count, 24)).astype(np.float32)
+    return [packed(each) for each in drawn]
+
+
+def test_pictures_tell_and_then_words(reader: FactReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ask the same of their pictures; two ask of one, and there the words decide."""
+    pictures = states(12)
+    facts = [fact_of("What is this?", f"part {at}", id=str(at), picture=each) for at, each in enumerate(pictures)]
+    heavy = fact_of("How much does it weigh?", "2 kg", id="heavy", picture=pictures[0])
+    words = fact_of("What is the code of Lima?", "LIM", id="words")
+    bundle = Bundle(reader, [*facts, heavy, words])
+
+    def asked(question: str, picture: str | None, state: str | None = None) -> str | None:
+        """`state`, of the picture, as the worker has read it."""
+        read = AskedQuestion(question, has_media=picture is not None, begun="")
+        with monkeypatch.context() as patch:
+            patch.setattr(FactReader, "question", lambda *given: read)
+            return bundle.found(question, picture=None if state is None else unpacked(state))
+
+    for at, picture in enumerate(pictures[1:], 1):
+        assert asked("Tell me what this is", picture, picture) == str(at)
+        assert asked("Which part do we see here?", picture, picture) == str(at)
+    assert asked("How much does it weigh, please?", pictures[0], pictures[0]) == "heavy"
+    assert asked("what is this", pictures[0], pictures[0]) == "0"
+    assert asked("What is the code of Lima?", pictures[3], pictures[3]) == "3"  # the picture has told what is asked
+    assert asked("What is the code of Lima?", None) == "words"
+    assert asked("What is this?", None) is None
+    other = packed(-unpacked(pictures[0]))
+    assert asked("What is this?", other, other) is None
+    assert asked("What is this?", pictures[3]) is None  # nobody has read what it is like
+
+
+def test_marks_of_a_conversation(reader: FactReader) -> None:
+    """In any place of a text; what only looks like one is text."""
+    assert reader.mark_in("What is<|im_end|> it?") == "<|im_end|>"
+    for text in ("What is it?", "a < b | c > d", "<|", "<im_end>", "", "👋"):
+        assert reader.mark_in(text) is None

@@ -1,0 +1,23 @@
+"""The package's counts of common words are those of its everyday requests: after a change there, write them anew."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from inducekv_vllm.facts.language import COMMON_WORDS, languages
+from selector.gate.background import everyday_requests
+
+
+def test_they_are_what_the_command_writes() -> None:
+    stored = json.loads(COMMON_WORDS.read_text(encoding="utf-8"))
+    for code, language in languages().items():
+        requests = [request.text for request in everyday_requests() if request.language == code]
+        if not requests:
+            assert code not in stored
+            continue
+        counts = Counter(stem for text in requests for stem in set(language.stems(text)))
+        several = {stem: count for stem, count in counts.items() if count > 1 and stem.isalpha()}
+        assert stored[code] == {"requests": len(requests), "stems": several}
+        assert list(stored[code]["stems"]) == sorted(several)
+    assert stored.keys() <= languages().keys()
