@@ -163,8 +163,8 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[
     )
     total, keys = sum(term.weight for term in terms), list[Key]()
     for term in terms:
-        if terms[0].is_name and not term.is_name:
-            break  # all of its names must be said
+        if terms[0].is_name and not (term.is_name or term.is_exact):
+            break  # all of its names, numbers and symbols must be said
         keys += [term.word, term.stem]
         if term.is_name:
             continue

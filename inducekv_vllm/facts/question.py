@@ -124,7 +124,7 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
             is_name = is_name and not in_word and not language.is_common(stem)
         if is_function and not is_name and not in_phrase:
             continue
-        is_exact = is_number(word.text) or not (word.text[0].isalnum() or len(word.text) > 1)
+        is_exact = is_number(word.text) or not any(map(str.isalnum, word.text))
         weight = LEAST_WEIGHT if is_function else language.weight(stem)
         if is_name or is_exact:
             weight = max(weight, NAME_WEIGHT)
