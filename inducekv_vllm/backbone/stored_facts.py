@@ -135,16 +135,13 @@ class StoredFacts:
         token_ids: Sequence[int],
         fact_tasks: Collection[str] = (),
         picture: FloatArray | None = None,
-        *,
-        open_task: str | None = None,
     ) -> FactFound | FactMissed | None:
         """The fact that a prompt [T] asks for, or the nearest: of these tasks, or of those that the gate does not have.
 
         Args:
-            fact_tasks: what the gate allows.
+            fact_tasks: what the gate allows. It has told what is asked there, and the words tell of what.
             picture: [F], the state of the prompt's media (`inducekv_vllm.facts.pictures`). With one, facts with a
                 picture are found, and without, the others.
-            open_task: the task that the gate is open for. It has told what is asked; the words tell of what.
         """
         asked = self._reader.question(token_ids)
         if asked.has_media and picture is None:
@@ -153,7 +150,7 @@ class StoredFacts:
         found = [
             each
             for name in allowed
-            for each in self._tasks[name].find(asked.text, picture, self._is_served, names_suffice=name == open_task)
+            for each in self._tasks[name].find(asked.text, picture, self._is_served, names_suffice=name in fact_tasks)
         ]
         if not found:
             return None

@@ -71,8 +71,7 @@ class Deciding:
         expiry = index.next_expiry()
         fact, missed = None, None
         if facts is not None:
-            tasks, open_task = ((), None) if gate is None else (gate.fact_tasks, gate.task)
-            found = facts.find(request.prompt, tasks, features.picture, open_task=open_task)
+            found = facts.find(request.prompt, () if gate is None else gate.fact_tasks, features.picture)
             if isinstance(found, FactFound):
                 fact = found
             else:

@@ -148,8 +148,8 @@ class BundledModel:
         if self.bundle.metadata.has_pictures:
             pictures = picture_states(self.backbone, prompts, turn_marks(self.backbone.processor))
         found = [
-            self.facts.find(prompt["input_ids"][0].tolist(), allowed, picture, open_task=task)
-            for prompt, (allowed, task), picture in zip(prompts, tasks, pictures, strict=True)
+            self.facts.find(prompt["input_ids"][0].tolist(), allowed, picture)
+            for prompt, allowed, picture in zip(prompts, tasks, pictures, strict=True)
         ]
         return [each.token_ids if isinstance(each, FactFound) and each.withheld is None else None for each in found]
 

@@ -74,8 +74,8 @@ def routed_tasks(bundle: Bundle, log_prior: Tensor) -> list[str | None]:
     return [bundle.metadata.entries[row].task for row in log_prior.argmax(dim=1).tolist()]
 
 
-def fact_tasks(bundle: Bundle, evidence: Tensor) -> list[tuple[tuple[str, ...], str | None]]:
-    """Of n requests with evidence [n, H]: the gate's tasks whose facts count, and the one that it is open for."""
+def fact_tasks(bundle: Bundle, evidence: Tensor) -> list[tuple[str, ...]]:
+    """The tasks of the gate whose facts count for each of n requests with evidence [n, H]."""
     if bundle.gate is None:
-        return [((), None)] * len(evidence)
-    return [(decision.fact_tasks, decision.task) for decision in decisions(bundle.gate, evidence)]
+        return [()] * len(evidence)
+    return [decision.fact_tasks for decision in decisions(bundle.gate, evidence)]
