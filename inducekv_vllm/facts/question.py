@@ -20,7 +20,7 @@ from .text import Word, is_number, normalised, words_of
 NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _LINES: Final = re.compile(r"[\n\r]+")
-_SHORTENED: Final = re.compile(r"(?<!\w)(?:[^\W\d_]|[A-Z][^\W\d_]{0,3})\.\s*$")  # F.C., Inc., Dr.; but not "it is new."
+_ABBREVIATED: Final = re.compile(r"(?<!\w)(?:[^\W\d_]|[A-Z][^\W\d_]{0,3})\.\s*$")  # F.C., Inc., Dr.; but not "it is new."
 
 
 @dataclass(slots=True)
@@ -63,10 +63,10 @@ class Question:
 
 def same_words(text: str) -> tuple[str, ...]:
     """What makes two questions one: their words, numbers and symbols, in order."""
-    return tuple(word.text for word in words_of(normalised(_read_part(text))))
+    return tuple(word.text for word in words_of(normalised(_shortened(text))))
 
 
-def _read_part(text: str) -> str:
+def _shortened(text: str) -> str:
     """What is read of a text: all of it, or its beginning and its end."""
     if len(text) <= MOST_CHARACTERS:
         return text
@@ -75,7 +75,7 @@ def _read_part(text: str) -> str:
 
 def read(text: str, language: Language) -> Question:
     """What a text says if it is written in this language."""
-    plain = normalised(_read_part(text))
+    plain = normalised(_shortened(text))
     sentences = [words for part in _split(plain, language) if (words := language.words(part))]
     directed = [
         (first.text, language.stem(second.text))
@@ -97,7 +97,7 @@ def _split(text: str, language: Language) -> list[str]:
     sentences = list[str]()
     for line in _LINES.split(text):
         for place, part in enumerate(sentencex.segment(language.code, line)):
-            if place and part[:1].islower() and _SHORTENED.search(sentences[-1]):
+            if place and part[:1].islower() and _ABBREVIATED.search(sentences[-1]):
                 sentences[-1] += part
             else:
                 sentences.append(part)
