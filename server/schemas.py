@@ -326,6 +326,11 @@ class MemoryDecision(BaseModel):
     digest: str = Field(description="The version of the bundle.", examples=[DIGEST])
     gate: dict[str, Any] | None = Field(description="As in a trace: `open`, `task`, `closed`; null without a gate.")
     facts: list[str] = Field(description="The ids of the facts that entered the answer.")
+    missed: dict[str, Any] | None = Field(
+        default=None,
+        description="The nearest fact that was not found: `id`, `question`, `why`, and the words of either question "
+        "alone, `missing` and `added`.",
+    )
 
 
 class MemoryDecisions(BaseModel):

@@ -68,12 +68,6 @@ def test_the_same_in_other_words(stored: str, asked: str) -> None:
         (WIFI, "Tell me of the Berlin office", "it says too little of it"),
         (DATABASE, "Which port does the production database listen on?", "it says something else in its place"),
         (CLOSES, "When does the warehouse in Leipzig open on Fridays?", "it says something else in its place"),
-        (FOUNDED, "When was Acme founded?", "it asks when, not who"),
-        (FOUNDED, "Where was Acme founded?", "it asks where, not who"),
-        (FOUNDED, "Why was Acme founded?", "it asks why, not who"),
-        ("When does the shop close?", "How does the shop close?", "it asks how, not when"),
-        ("When does the shop close?", "Where does the shop close?", "it asks where, not when"),
-        ("How many people work at Acme?", "Which people work at Acme?", "it asks who, not count"),
         ("What is the rate from EUR to USD?", "What is the rate from USD to EUR?", "it turns it round"),
         ("Did Norway beat Sweden?", "Did Sweden beat Norway?", "it turns it round"),
     ],
@@ -95,10 +89,17 @@ def test_another_question(stored: str, asked: str, reason: str) -> None:
         (WIFI, "How do I change the wifi password of the Berlin office?"),
         (ON_CALL, "Who is the on-call engineer for search next week?"),
         ("How many vacation days do employees in Spain get?", "How many sick days do employees in Spain get?"),
+        (FOUNDED, "When was Acme founded?"),
+        (FOUNDED, "Where was Acme founded?"),
+        (FOUNDED, "Why was Acme founded?"),
+        ("When does the shop close?", "How does the shop close?"),
+        ("When does the shop close?", "Where does the shop close?"),
+        ("How many people work at Acme?", "Which people work at Acme?"),
         ("When does the cafeteria open?", "When do the cafeteria's new ovens open for baking?"),
     ],
 )
 def test_near_misses(stored: str, asked: str) -> None:
+    """Another name, another thing, or another question word."""
     assert why(stored, asked) is not None
 
 
@@ -110,6 +111,13 @@ THANKS = " I would be grateful for any help. Have a nice day!"
 def test_sentences_around_the_question_do_not_count(stored: str) -> None:
     for asked in (GREETING + stored, stored + THANKS, GREETING + stored + THANKS, f"{GREETING}\n\n{stored}\n{THANKS}"):
         assert why(stored, asked) is None, asked
+        assert why(stored, asked.replace(stored, stored[0].lower() + stored[1:])) is None, asked
+
+
+def test_an_abbreviation_ends_no_sentence() -> None:
+    stored = "Who plays for Ayr United F.C. in Scotland?"
+    assert why(stored, "who is playing for Ayr United F.C. in Scotland?") is None
+    assert why("Who is Dr. van Dam?", "do you know who Dr. van Dam is?") is None
 
 
 def test_a_question_over_several_sentences() -> None:
