@@ -21,7 +21,7 @@ NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
 SHORTENED: Final = ("who", "when", "where", "why")  # kinds whose question words all say the same
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _LINES: Final = re.compile(r"[\n\r]+")
-_ABBREVIATED: Final = re.compile(r"(?<!\w)(?:[^\W\d_]|[A-Z][^\W\d_]{0,3})\.\s*$")  # F.C., Inc., Dr.; but not "it is new."
+_ABBREVIATED: Final = re.compile(r"(?<!\w)(?:[^\W\d_]|[A-Z][^\W\d_]{0,3})\.\s*$")  # F.C., Inc., Dr.
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ def _asked_for(text: str, language: Language) -> tuple[str | None, frozenset[int
     lowered = language.politely.sub(lambda match: " " * len(match.group()), lowered)
     for match in language.asks.finditer(lowered):
         kind = language.kind_of(match.group())
-        if kind != "whether" or _begins(lowered, match.start()):
+        if kind != "whether" or _begins(text, match.start()):
             break
     else:
         return None, frozenset(), text

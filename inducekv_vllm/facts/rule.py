@@ -202,13 +202,16 @@ def _first(reason: str, terms: Sequence[Term]) -> str | None:
 
 
 def _beside(run: range, asked: Question, of_names: set[str], added: Sequence[Term]) -> list[Term]:
-    """Names of the request that belong to a name which both say, as Hayes to Helen, and are not stored with it."""
+    """Names of the request that belong to a name which both say, or follow it, and are not stored with it.
+
+    Hayes belongs to Helen; whoever asks about Oslo and Lyon asks two questions.
+    """
     found = list[Term]()
     for at in run:
         sentence = asked.sentences[at]
         places = [place for key, term in sentence.items() if key in of_names for place in term.places]
         own = [term for term in added if (term.is_name or term.is_bound) and sentence.get(term.key) is term]
-        found += [term for term in own if any(abs(a - b) <= BESIDE for a in term.places for b in places)]
+        found += [term for term in own if any(a >= b - BESIDE for a in term.places for b in places)]
     return found
 
 
