@@ -20,7 +20,9 @@ from .text import Word, is_number, normalised, words_of
 NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _LINES: Final = re.compile(r"[\n\r]+")
-_ABBREVIATED: Final = re.compile(r"(?<!\w)(?:[^\W\d_]|[A-Z][^\W\d_]{0,3})\.\s*$")  # F.C., Inc., Dr.; but not "it is new."
+_ABBREVIATED: Final = re.compile(
+    r"(?<!\w)(?:[^\W\d_]|[A-Z][^\W\d_]{0,3})\.\s*$"
+)  # F.C., Inc., Dr.; but not "it is new."
 
 
 @dataclass(slots=True)
