@@ -158,8 +158,10 @@ def _check(facts: Sequence[FactRecord], earlier: Sequence[FactRecord], reader: F
         if fact.id in seen:
             raise TaskDataError(f"example {fact.id!r} occurs more than once")
         seen.add(fact.id)
-        if ROUTE in fact.id:
-            raise TaskDataError(f"example {fact.id!r}: an id cannot have {ROUTE!r} in it, which routes have")
+        if ROUTE in f"/{fact.id}":
+            raise TaskDataError(
+                f"example {fact.id!r}: an id cannot have {ROUTE!r} in it or begin with {ROUTE[1:]!r}, which routes have"
+            )
         if fact.has_expired(now):
             raise TaskDataError(f"example {fact.id!r}: it has expired at {fact.expires_at}")
         _check_texts(fact, reader)

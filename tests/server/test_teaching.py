@@ -70,7 +70,7 @@ def test_the_first_answer_after_the_call_is_right(server: str) -> None:
         first = card["digest"]
 
         more = teacher.teach(example("Rome"), expected_digest=first).json()
-        assert (more["facts"], more["ids"]) == (11, ["Rome"])
+        assert (more["facts"], more["ids"], more["superseded"]) == (11, ["Rome"], [])
         assert teacher.answer(asked("Rome")) == ("emoR", ["Rome"])
         assert teacher.teach(example("Bonn"), expected_digest=first).status_code == 409
 
@@ -94,19 +94,122 @@ def test_the_first_answer_after_the_call_is_right(server: str) -> None:
 
 def test_the_list(server: str) -> None:
     with taught(server, "listed") as teacher:
-        teacher.teach(example("Cairo", id="newer", answer="other", expires_at="2999-01-01T00:00:00Z"))
+        newer = example("Cairo", id="newer", answer="other", expires_at="2999-01-01T00:00:00Z")
+        assert teacher.teach(newer).json()["superseded"] == ["Cairo"]
+        assert teacher.teach(example("Rome")).json()["superseded"] == []  # of the facts of this call
         page = teacher.call("GET", params={"limit": 3}).json()
         assert ([each["id"] for each in page["data"]], page["has_more"]) == (list(CITIES[:3]), True)
         rest = teacher.call("GET", params={"after": CITIES[2]}).json()
-        assert [each["id"] for each in rest["data"]] == [*CITIES[3:], "newer"]
+        assert [each["id"] for each in rest["data"]] == [*CITIES[3:], "newer", "Rome"]
         assert not rest["has_more"]
         by_id = {each["id"]: each for each in rest["data"]}
         assert by_id["Cairo"]["superseded_by"] == "newer"
         assert by_id["newer"]["answer"] == "other"
         assert teacher.answer(asked("Cairo")) == ("other", ["newer"])
+        corrected = teacher.call("PATCH", "/Cairo", json={"answer": "back"}).json()  # it is the newest one now
+        assert corrected["superseded"] == ["newer"]
+        assert teacher.answer(asked("Cairo")) == ("back", ["Cairo"])
         url = f"{server}/v1/memory_bundles/listed/examples"
         assert httpx.get(url).json()["data"][0]["answer"] is None  # not for everybody
         assert httpx.get(url, params={"after": "nothing"}).status_code == 404
+
+
+def test_wordings(server: str) -> None:
+    """They are found as the question is, listed for the admin, and added to; one of them asks for one fact."""
+    name = "worded"
+    with taught(server, name) as teacher:
+        words = ["How is Rome abbreviated?", "how is rome ABBREVIATED", "Italy's capital in three letters"]
+        assert teacher.teach(example("Rome", also=words)).status_code == 200
+        for question in ("How is Rome abbreviated?", "Hello! italy's capital in three letters, please"):
+            assert teacher.answer(question) == ("emoR", ["Rome"])
+        assert teacher.answer("How is Lima abbreviated?")[1] == []
+        added = teacher.call("PATCH", "/Lima", json={"also": ["How is Lima abbreviated?"]})
+        assert (added.status_code, added.json()["superseded"]) == (200, [])
+        assert teacher.answer("how is Lima abbreviated") == ("amiL", ["Lima"])
+        again = teacher.call("PATCH", "/Lima", json={"also": ["How is Lima abbreviated?", "Peru's capital in letters"]})
+        assert again.status_code == 200
+        listed = {each["id"]: each["also"] for each in teacher.call("GET").json()["data"]}
+        assert listed["Lima"] == ["How is Lima abbreviated?", "Peru's capital in letters"]
+        assert (listed["Rome"], listed["Oslo"]) == (words, [])
+        everybody = httpx.get(f"{server}/v1/memory_bundles/{name}/examples").json()["data"]
+        assert {each["also"] for each in everybody} == {None}
+        digest = teacher.cards()[name]["digest"]
+        for also, reason in (
+            (["How is Rome abbreviated"], "its wording 'How is Rome abbreviated' asks for example 'Rome'"),
+            (["What is the code of Rome?"], "asks for example 'Rome'"),
+            ([""], "also"),
+            ([" "], "a question with words"),
+            (["é" * 51], "a wording has at most 100 bytes, found 102"),
+            ([f"What is code {n}?" for n in range(31)], "at most 32 items"),  # beside the two that it has
+            ([f"What is code {n}?" for n in range(10_000)], "at most 32 items"),
+            ("How?", "valid list"),
+            ([], "nothing to correct: expected messages, answer, also or expires_at"),
+        ):
+            refused = teacher.call("PATCH", "/Lima", json={"also": also})
+            assert (refused.status_code, reason in refused.text) == (400, True), refused.text
+        assert teacher.cards()[name]["digest"] == digest
+        assert teacher.call("PATCH", "/Lima", json={"answer": "new"}).status_code == 200  # its wordings stay
+        assert teacher.answer("Peru's capital in letters?") == ("new", ["Lima"])
+        assert teacher.call("DELETE", "/Lima").status_code == 200
+        assert teacher.answer("Peru's capital in letters?")[1] == []
+
+
+def test_it_is_said_as_stored_whatever_the_sampling(server: str) -> None:
+    """A sentence without `temperature` in the request, as clients send it; what the request forbids is not said."""
+    sentence = "The code is kept in the second drawer from the left, below the atlas: 7291-B (ask Ms Okafor first)."
+    with taught(server, "said") as teacher:
+        assert teacher.teach(example("Rome", answer=sentence)).status_code == 200
+
+        def answers(question: str, **options: Any) -> Any:
+            messages: Any = [{"role": "user", "content": question}]
+            xargs = {**TRACED, **options.pop("extra_body", {})}
+            return teacher.client.chat.completions.create(
+                model="said", messages=messages, max_tokens=200, extra_body=xargs, **options
+            )
+
+        several: tuple[dict[str, Any], ...] = (
+            {"n": 8},
+            {"n": 4, "temperature": 2.0, "presence_penalty": 2.0},
+            {"top_p": 0.1},
+        )
+        for options in several:
+            answer = answers(asked("Rome"), **options)
+            assert {choice.message.content for choice in answer.choices} == {sentence}
+            assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+        stopped = answers(asked("Rome"), stop=["drawer"])
+        assert stopped.choices[0].message.content == sentence.partition("drawer")[0]
+        assert trace_of(stopped)["facts"][0]["id"] == "Rome"
+        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}
+        for forbids, reason in (
+            ({"response_format": schema}, "the request asks for structured output"),
+            (
+                {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
+                "the request asks for structured output",
+            ),
+            ({"extra_body": {"bad_words": ["second"]}}, "bad_words bans one of its words"),
+        ):
+            answer = answers(asked("Rome"), **forbids)
+            (fact,) = trace_of(answer)["facts"]
+            assert (fact["id"], fact["withheld"]) == ("Rome", reason)
+            assert sentence not in answer.choices[0].message.content
+        (fact,) = trace_of(answers(asked("Rome")))["facts"]
+        assert fact["withheld"] is None
+
+
+def test_a_miss_explains_itself(server: str) -> None:
+    """To those who ask, what their question says beyond it; to the admin, the stored question, too."""
+    with taught(server, "missing") as teacher:
+        response = ask(teacher.client, "missing", Prompt(None, "What is the area code of Lima?"), extra_body=TRACED)
+        trace = trace_of(response)
+        assert (trace["facts"], trace["missed"]) == ([], {"id": "Lima", "task": "facts", "added": ["area"]})
+        url = f"{server}/v1/memory_decisions"
+        latest = httpx.get(url, headers=teacher.headers).json()["data"][0]
+        assert (latest["facts"], latest["missed"]["question"]) == ([], "What is the code of Lima?")
+        assert (latest["missed"]["missing"], latest["missed"]["added"]) == ([], ["area"])
+        assert latest["missed"]["why"]
+        assert teacher.answer(asked("Lima"))[1] == ["Lima"]
+        latest = httpx.get(url, headers=teacher.headers).json()["data"][0]
+        assert (latest["facts"], latest["missed"]) == (["Lima"], None)
 
 
 def test_a_bundle_of_the_selector_is_taught_further(server: str, world: World) -> None:
@@ -215,6 +318,18 @@ SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
         ({"examples": [example(f"Lima {n}") for n in range(400)], "budget_bytes": 2**16}, "its budget is 65536"),
         ({"examples": [example("Lima")], "budget_bytes": 100}, "greater than or equal to 65536"),
         ({"examples": [example("Lima", expires_at="tomorrow")]}, "expires_at"),
+        ({"examples": [example("Lima", expires_at="2020-01-01T00:00:00Z")]}, "it has expired at 2020-01-01"),
+        ({"examples": [example("Lima", answer=" \n")]}, "expected an answer, found"),
+        (
+            {"examples": [example("Lima", answer="a<|im_end|>b")]},
+            "has '<|im_end|>', which marks turns of a conversation",
+        ),
+        ({"examples": [example("Lima<|im_end|>")]}, "has '<|im_end|>', which marks turns of a conversation"),
+        ({"examples": [example("Lima", id="a/examples/b")]}, "an id cannot have '/examples/' in it"),
+        ({"examples": [example("Lima", id="examples/b")]}, "begin with 'examples/'"),
+        ({"examples": [example("Lima", also=["What is the code of Oslo?"])]}, "asks for example 'Oslo'"),
+        ({"examples": [example("Rome", also=["a b"]), example("Bonn", also=["A b"])]}, "asks for example"),
+        ({"examples": [example("Lima", also=["Lima?"] * 33)]}, "at most 32 items"),
     ],
 )
 def test_what_cannot_be_taught(kept: Teacher, body: dict[str, Any], reason: str) -> None:
@@ -224,6 +339,13 @@ def test_what_cannot_be_taught(kept: Teacher, body: dict[str, Any], reason: str)
     assert response.status_code == (507 if "its budget" in reason else 400), response.text
     assert reason in response.text
     assert kept.cards()["kept"]["digest"] == before
+
+
+@pytest.mark.parametrize("name", ["kept/examples/b", "examples", "examples/b", "b/examples"])
+def test_a_name_that_routes_would_not_tell_from_an_id(kept: Teacher, name: str) -> None:
+    response = Teacher(kept.url, name).teach(example("Lima"))
+    assert response.status_code in (400, 404, 405), response.text
+    assert kept.cards().keys().isdisjoint({name})
 
 
 def test_only_the_admin_teaches(server: str) -> None:

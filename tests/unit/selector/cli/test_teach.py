@@ -190,6 +190,7 @@ LIMA = "What is the code of Lima?"
         (LIMA, "a", {"also": ["<|im_start|>Lima?"]}, "has '<\\|im_start\\|>', which marks turns"),
         (LIMA, "a", {"id": "a/examples/b"}, "an id cannot have '/examples/' in it"),
         (LIMA, "a", {"task": "a/examples/b"}, "an id cannot have '/examples/' in it"),
+        (LIMA, "a", {"id": "examples/b"}, "an id cannot .* begin with 'examples/'"),
         (LIMA, "a", {"id": ""}, "id"),
         (LIMA, "a", {"id": "x" * 257}, "id"),
         (LIMA, "a", {"expires_at": PAST}, "it has expired at 2020-01-01"),
@@ -210,7 +211,7 @@ def test_what_a_fact_can_be(reader: FactReader) -> None:
     """What stands close to what is refused."""
     for question, answer, options in (
         ("👋", "a", {}),
-        ("What is it?", "LIM\n", {"id": "examples/b"}),
+        ("What is it?", "LIM\n", {"id": "a/examples"}),
         (LIMA, "a < b | c > d", {"expires_at": FUTURE, "also": ["é" * 50, *(f"Lima {n}?" for n in range(31))]}),
         ("word " * (MOST_CHARACTERS // 5), "a", {}),
     ):
