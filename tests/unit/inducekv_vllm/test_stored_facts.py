@@ -103,14 +103,16 @@ def test_of_several_tasks_the_closest_counts(reader: FactReader) -> None:
         assert bundle.found("What's the postal code of Lima?") == "b/Lima"
 
 
-def test_where_the_gate_is_open_names_tell_of_what(reader: FactReader) -> None:
+def test_where_the_gate_allows_a_task_names_tell_of_what(reader: FactReader) -> None:
     """It has told what is asked, in whatever words."""
     names = ("Lima", "Oslo", "Quito", "Cairo")
-    bundle = Bundle(reader, [of(name, "a") for name in names], gate_tasks=("a",))
+    facts = [of(name, "a") for name in names]
+    bundle = Bundle(reader, facts, gate_tasks=("a",))
     request = "Three letters on my luggage: which ones does Lima have?"
-    assert bundle.found(request, fact_tasks=("a",)) is None
-    assert bundle.found(request, fact_tasks=("a",), open_task="a") == "a/Lima"
-    assert bundle.found("Three letters on my luggage: Rome?", fact_tasks=("a",), open_task="a") is None
+    assert Bundle(reader, facts).found(request) is None
+    assert bundle.found(request) is None
+    assert bundle.found(request, fact_tasks=("a",)) == "a/Lima"
+    assert bundle.found("Three letters on my luggage: Rome?", fact_tasks=("a",)) is None
 
 
 def test_expired_facts_are_not_found(reader: FactReader) -> None:
