@@ -55,6 +55,7 @@ class Language:
         self.same = _same([[tuple(self.stems(each)) for each in line.split(",")] for line in described["same"]])
         self.longest_phrase = max(map(len, self.same))
         self.politely = _pattern(described["politely"])
+        self.empty = _pattern(described.get("empty", ()))
         kinds: Mapping[str, Sequence[str]] = described["asks"]
         self.asking = {kind: self._asking(phrases[0]) for kind, phrases in kinds.items()}
         self._kinds = {phrase: kind for kind, phrases in kinds.items() for phrase in map(_plain, phrases)}

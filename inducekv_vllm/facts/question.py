@@ -20,6 +20,7 @@ from .text import Word, is_number, normalised, words_of
 NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
 SHORTENED: Final = ("who", "when", "where", "why")  # kinds whose question words all say the same
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
+_PLURAL: Final = re.compile(r"(?<=\w)\((?:s|es)\)")
 _LINES: Final = re.compile(r"[\n\r]+")
 _ABBREVIATED: Final = re.compile(r"(?<!\w)(?:[^\W\d_]|[A-Z][^\W\d_]{0,3})\.\s*$")  # F.C., Inc., Dr.
 
@@ -79,7 +80,7 @@ def _shortened(text: str) -> str:
 def read(text: str, language: Language) -> Question:
     """What a text says if it is written in this language."""
     plain = normalised(_shortened(text))
-    asks, asks_in, asked = _asked_for(plain, language)
+    asks, asks_in, asked = _asked_for(_without_empty(plain, language), language)
     sentences = [words for part in _split(asked, language) if (words := language.words(part))]
     directed = [
         (first.text, language.stem(second.text))
@@ -95,6 +96,17 @@ def read(text: str, language: Language) -> Question:
         asks_in,
         tuple(directed),
     )
+
+
+def _without_empty(text: str, language: Language) -> str:
+    """Without phrases that say nothing: the name of the author is the author, and instrument(s) an instrument."""
+    text = _PLURAL.sub("", text)
+    lowered = text.casefold()
+    if len(lowered) != len(text):  # some capital letters have two small ones
+        return text
+    for match in reversed(list(language.empty.finditer(lowered))):
+        text = text[: match.start()] + text[match.end() :]
+    return text
 
 
 def _split(text: str, language: Language) -> list[str]:

@@ -245,13 +245,13 @@ def _numbers(wanted: Sentence, terms: Sequence[Term]) -> str | None:
 def _asks_alike(stored: str | None, asked: str | None, is_all: bool) -> bool:
     """Whether one answer can be right for both.
 
-    "What" may ask for all but reasons, ways and truth, and for people if all else is equal.
+    "What" may ask for all but reasons and truth, and for people and ways if all else is equal.
     """
     kinds = {stored, asked}
     if None in kinds or len(kinds) == 1:
         return True
     if "what" in kinds:
-        return kinds.isdisjoint({"why", "how", "whether", "may"}) and ("who" not in kinds or is_all)
+        return kinds.isdisjoint({"why", "whether", "may"}) and (kinds.isdisjoint({"who", "how"}) or is_all)
     return kinds <= {"may", "whether"} or kinds == {"may", "how"}
 
 
