@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 from pydantic import ValidationError
@@ -13,7 +14,7 @@ from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
 from .bundle.metadata import MAX_ID, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import MOST_CHARACTERS, has_words, same_words
+from .facts import CACHED_QUESTIONS, MOST_CHARACTERS, has_words, same_words
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
@@ -200,7 +201,12 @@ def _check_wordings(facts: Sequence[FactRecord]) -> None:
 
 def _asked(fact: FactRecord, question: str) -> tuple[str, tuple[str, ...], str | None]:
     """Questions with the same are one question."""
-    return fact.task, same_words(question), fact.picture
+    return fact.task, _stored_words(question), fact.picture
+
+
+@lru_cache(CACHED_QUESTIONS)  # the next version of a bundle has most of the questions of this one
+def _stored_words(question: str) -> tuple[str, ...]:
+    return same_words(question)
 
 
 def _with_facts(

@@ -10,13 +10,14 @@ answer.py     how a stored answer is said
 """
 
 from .answer import FactFound, FactMissed, next_token, said
-from .index import Found, QuestionIndex
+from .index import CACHED_QUESTIONS, Found, QuestionIndex
 from .pictures import PictureIndex, packed, unpacked
 from .question import MOST_CHARACTERS, same_words
 from .rule import NORMAL, SAME, Comparison, Strictness
 from .text import has_words
 
 __all__ = [
+    "CACHED_QUESTIONS",
     "MOST_CHARACTERS",
     "NORMAL",
     "SAME",
