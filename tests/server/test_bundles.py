@@ -137,6 +137,8 @@ class TestRefusals:
             ("a name", "at most 128"),
             ("x" * 129, "at most 128"),
             ("first@0123456789ab", "pinned to a version"),
+            ("a/examples/b", "between a name and a fact's id"),
+            ("examples", "between a name and a fact's id"),
         ],
     )
     def test_of_names(self, bundles: Bundles, world: World, name: str, message: str) -> None:

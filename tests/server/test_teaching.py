@@ -341,6 +341,11 @@ def test_what_cannot_be_taught(kept: Teacher, body: dict[str, Any], reason: str)
     assert kept.cards()["kept"]["digest"] == before
 
 
+def test_the_served_model_cannot_be_taught(kept: Teacher) -> None:
+    response = Teacher(kept.url, "base").teach(example("Lima"))
+    assert (response.status_code, "taken by the served model" in response.text) == (400, True)
+
+
 @pytest.mark.parametrize("name", ["kept/examples/b", "examples", "examples/b", "b/examples"])
 def test_a_name_that_routes_would_not_tell_from_an_id(kept: Teacher, name: str) -> None:
     response = Teacher(kept.url, name).teach(example("Lima"))

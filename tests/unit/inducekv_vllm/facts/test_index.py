@@ -9,6 +9,7 @@ import unicodedata
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rapidfuzz.distance import OSA
 
 from inducekv_vllm.facts import NORMAL, SAME, Comparison, QuestionIndex, same_words
 from inducekv_vllm.facts.language import language_of
@@ -110,6 +111,37 @@ def test_a_stored_word_is_no_typing_error_of_another() -> None:
     questions = [CODE.format(name) for name in ("Marlin", "Merlin", "Berlin")]
     for question in questions:
         assert asked(questions, question.replace("What is", "Tell me")) == question
+
+
+FEW_SYLLABLES = ("ka", "lo", "mi", "ra", "ne", "tu")
+SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnrstv" for vowel in "aeiou")
+
+
+@pytest.mark.parametrize("syllables", [FEW_SYLLABLES, SYLLABLES])
+@pytest.mark.parametrize(
+    ("stored", "wordings"),
+    [
+        ("How long is the river {}?", ("What is the length of the {} river?", "Please tell me how long the {} is.")),
+        ("What is the price of the {}?", ("How much does the {} cost?", "the {}'s price")),
+    ],
+)
+def test_made_up_names_that_are_alike(syllables: tuple[str, ...], stored: str, wordings: tuple[str, ...]) -> None:
+    """Thirty of sixty are taught. Of the others, only those that a typing error makes of a taught one are answered."""
+    drawn, names = random.Random(0), dict[str, None]()
+    while len(names) < 60:
+        names["".join(drawn.choice(syllables) for _ in range(3)).capitalize()] = None
+    taught, others = list(names)[:30], list(names)[30:]
+    questions = [stored.format(name) for name in taught]
+    index = QuestionIndex(questions)
+    for name in names:
+        for wording in wordings:
+            found = index.find(wording.format(name))
+            answered = questions[found.number] if found is not None and found.comparison.is_asked else None
+            if name in taught:
+                assert answered == stored.format(name)
+            elif all(OSA.distance(name, each) > 1 for each in taught):
+                assert answered is None
+    assert any(OSA.distance(name, each) > 1 for name in others for each in taught)
 
 
 def test_a_typing_error_of_two_stored_words_is_always_the_same() -> None:

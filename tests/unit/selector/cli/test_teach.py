@@ -13,9 +13,9 @@ import torch
 
 from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, with_metadata, write_bundle
-from inducekv_vllm.errors import CapacityError, TaskDataError
+from inducekv_vllm.errors import CapacityError, TaskDataError, UnknownFact
 from inducekv_vllm.facts import MOST_CHARACTERS, FactFound
-from inducekv_vllm.teaching import fact_of, replaced_by, stored_bytes, taught
+from inducekv_vllm.teaching import fact_of, forgotten, replaced_by, stored_bytes, taught
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -131,6 +131,18 @@ def test_the_newest_counts(reader: FactReader) -> None:
     corrected = taught(bundle, [fact_of("What is it?", "newest", id="old")], reader)
     assert [(fact.id, fact.answer) for fact in corrected.metadata.facts] == [("new", "new"), ("old", "newest")]
     assert asked(reader, corrected, "What is it?") == ["old"]
+
+
+def test_ids_are_forgotten_as_they_are(reader: FactReader) -> None:
+    """12 is not 1 and 2."""
+    bundle = taught(None, [fact_of(f"What is the code of {city}?", "a", id=id) for id, city in NUMBERED], reader)
+    left = forgotten(bundle, ["12"], reader)
+    assert [fact.id for fact in left.metadata.facts] == ["1", "2"]
+    with pytest.raises(UnknownFact, match="no fact '3'"):
+        forgotten(left, ["1", "3"], reader)
+
+
+NUMBERED = (("1", "Lima"), ("2", "Oslo"), ("12", "Rome"))
 
 
 def test_other_versions_keep_the_facts(reader: FactReader) -> None:
