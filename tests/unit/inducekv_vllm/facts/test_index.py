@@ -306,7 +306,7 @@ def best(questions: list[str], comparisons: list[Comparison]) -> tuple[float, se
     return max(closeness), exact or closest
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(QUESTIONS, min_size=1, max_size=8), QUESTIONS, st.randoms(use_true_random=False))
 def test_it_finds_what_comparing_one_by_one_finds(questions: list[str], request: str, order: random.Random) -> None:
     """In any order of teaching; of those that are as close, the last."""
@@ -321,6 +321,45 @@ def test_it_finds_what_comparing_one_by_one_finds(questions: list[str], request:
             assert found.comparison.is_asked, (stored, expected)
             assert round(found.comparison.closeness, 6) == expected[0]
             assert found.number == max(at for at, each in enumerate(stored) if each in expected[1])
+
+
+PIECES = st.sampled_from(
+    (
+        "What",
+        "is",
+        "的",
+        "東京",
+        "コード",
+        "Straße",
+        "İstanbul",
+        "ǆ",
+        "ﬁ",
+        "C++",
+        "#",
+        "-5",
+        "1.2",
+        "(",
+        "?",
+        ". ",
+        "\n",
+        "'s",
+        "e\u0301",
+    )
+)
+TEXTS = st.one_of(st.text(max_size=40), st.lists(st.one_of(PIECES, st.text(max_size=3))).map(" ".join), QUESTIONS)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TEXTS, max_size=4), TEXTS)
+def test_any_text_may_be_stored_and_asked(questions: list[str], request: str) -> None:
+    """Stored, it is found word for word, if it has words; and nothing that is asked raises."""
+    index = QuestionIndex(questions)
+    for text in (request, *questions):
+        found = index.find(text)
+        if text in questions:
+            assert found is not None
+            assert found.comparison is SAME
+            assert same_words(questions[found.number]) == same_words(text)
 
 
 def test_many_questions_that_share_words() -> None:

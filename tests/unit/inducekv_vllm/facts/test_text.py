@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inducekv_vllm.facts import has_words, same_words
@@ -94,6 +94,7 @@ def test_numbers() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_has_words_that_are_read_again(text: str) -> None:
     """The words of the words are the same, so a text may be shown as its words."""
