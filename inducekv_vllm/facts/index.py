@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Final
 
 from rapidfuzz.distance import OSA
-from rapidfuzz.process import extractOne
+from rapidfuzz.process import extract_iter
 
 from .language import Language, language_of
 from .question import Question, read, same_words
@@ -133,15 +133,16 @@ class QuestionIndex:
         return self._counts[key]
 
     def _find_near(self, word: str, language: Language) -> str | None:
-        """The stored word that a word with a typing error stands for; None if it is a word itself."""
+        """The stored word that a word with a typing error stands for; None if it is a word itself, or fits several."""
         is_word = word in self._words or language.is_common(language.stem(word))
         if is_word or len(word) < SPELLED or not word.isalpha():
             return None
+        found: dict[str, str] = {}  # by their stems
         for more in (0, -1, 1):
             words = self._spelled.get((word[0], len(word) + more), ())
-            if (found := extractOne(word, words, scorer=OSA.distance, score_cutoff=1)) is not None:
-                return str(found[0])
-        return None
+            for near, _, _ in extract_iter(word, words, scorer=OSA.distance, score_cutoff=1):
+                found.setdefault(language.stem(near), near)
+        return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _rank(found: Found) -> tuple[bool, float, int]:

@@ -6,7 +6,7 @@ A stored question is asked if, in the sentences of the request that say most of 
 - numbers and symbols are the same;
 - more than half of its weight is said, and not names alone; at most a third of the request's is something else;
 - not both have said something of their own: that is another thing in its place (Lyon for Berlin, sick for vacation);
-- no word is new that makes another question (next, not, former);
+- no word that makes another question is in one of them alone (next, not, former);
 - both ask for the same (who, when, where, why, how many).
 """
 
@@ -168,13 +168,14 @@ def _of_run(
         or _first("it names", _beside(run, asked, of_names, added))
         or _numbers(wanted, terms)
         or _first("it says", [term for term in added if term.stem in language.contrasting])
+        or _first("it does not say", [term for term in missing if term.stem in language.contrasting])
+        or (None if _asks_alike(stored.asks, asked.asks, is_all) else f"it asks {asked.asks}, not {stored.asks}")
         or _first("it does not name", _torn(run, wanted, asked, matched))
         or ("it says too little of it" if 1 - lacks / total < strictness.said else None)
         or (_first("it does not say", missing) if _is_short(wanted) else None)
         or ("it says nothing of it but names" if 1 - lacks / unnamed < strictness.unnamed else None)
         or ("it says more than that" if more / asked_total > strictness.more else None)
         or ("it says something else in its place" if both > strictness.both else None)
-        or (None if _asks_alike(stored.asks, asked.asks, is_all) else f"it asks {asked.asks}, not {stored.asks}")
         or ("it turns it round" if _is_turned(stored, asked) else None)
     )
     words = tuple(term.word for term in missing), tuple(term.word for term in added)

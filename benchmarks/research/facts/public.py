@@ -82,8 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     found: list[dict[str, Any]] = []
     for each in chosen(sets, options.only):
-        for size in sizes_of(each, options.sizes):
-            found.append(measured(each, size, outside, Random(options.seed)))
+        taught = taught_of(each)
+        for size in [size for size in options.sizes if size < len(taught)] + [len(taught)]:
+            chosen_facts = Random(options.seed).sample(taught, size) if size < len(taught) else taught
+            found.append(measured(each, chosen_facts, outside))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     options.output.write_text(json.dumps({"machine": describe_machine(), "rows": found}, indent=1) + "\n")
     print(table(found))
@@ -125,19 +127,17 @@ def chosen(sets: Sequence[FactSet], only: Sequence[str] | None) -> list[FactSet]
     return [each for each in [*sets, together] if only is None or each.name in only]
 
 
-def sizes_of(facts: FactSet, sizes: Sequence[int]) -> list[int]:
-    return [size for size in sizes if size < len(facts.facts)] + [len(facts.facts)]
-
-
-def measured(facts: FactSet, size: int, outside: Mapping[str, Sequence[str]], random: Random) -> dict[str, Any]:
-    """One row of the table: shares by what was asked."""
+def taught_of(facts: FactSet) -> list[Fact]:
+    """Its facts, of equal questions the last; every second one where locality asks what others do."""
     asked_of_others = {same_words(question) for fact in facts.facts for question, _, _ in fact.locality}
     is_web = any(same_words(fact.question) in asked_of_others for fact in facts.facts)
-    taught = facts.facts[::2] if is_web else list(facts.facts)
-    if size < len(taught):
-        taught = random.sample(taught, size)
-    known = {same_words(fact.question): fact for fact in taught}  # of equal questions the last counts
-    taught = list(known.values())
+    taught = facts.facts[::2] if is_web else facts.facts
+    return list({same_words(fact.question): fact for fact in taught}.values())
+
+
+def measured(facts: FactSet, taught: Sequence[Fact], outside: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """One row of the table: shares by what was asked."""
+    known = {same_words(fact.question): fact for fact in taught}
     index, seconds = QuestionIndex([fact.question for fact in taught]), list[float]()
     shares: dict[str, Share] = {"stored": Share(), "in other words": Share(), "wrong": Share()}
 
