@@ -55,12 +55,16 @@ def served(world: World) -> Iterator[MemoryEngine]:
         yield MemoryEngine(world, llm)
 
 
+@pytest.fixture(scope="module")
+def plain(served: MemoryEngine) -> list[MemoryAnswer]:
+    """The answers to the questions of `test_parity` without memory."""
+    return served.check(prompts(6, seed=1), [None] * 6)
+
+
 @pytest.mark.parametrize("weighting", ["uniform", "prior", "uniform-maps", "prior-maps"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_parity(served: MemoryEngine, activation: Activation, weighting: str) -> None:
-    questions = prompts(6, seed=1)
-    answers = served.check(questions, [f"{activation}-{weighting}"] * 6)
-    plain = served.check(questions, [None] * 6)
+def test_parity(served: MemoryEngine, plain: list[MemoryAnswer], activation: Activation, weighting: str) -> None:
+    answers = served.check(prompts(6, seed=1), [f"{activation}-{weighting}"] * 6)
     pairs = [[served_logprobs(a.output.outputs[0])[1] for a in both] for both in zip(answers, plain, strict=True)]
     assert all((memory - without).abs().max() > 100 * TOLERANCE for memory, without in pairs)
 
