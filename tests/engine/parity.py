@@ -48,6 +48,8 @@ DEFAULTS: tuple[tuple[str, str, Activation, float], ...] = (
 # Most of an engine's start is its processes' import of vLLM. With these settings an `LLM` runs in the process of the
 # tests, and a server's worker in the process of its engine.
 FEWER_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# vLLM compiles what ranks log-probabilities even if the model runs eagerly: seconds of each process.
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 WORKER_VARIABLE = "INDUCEKV_TEST_WORKER"  # a class in place of the platform's worker
 QUESTIONS = (
     "What colour is the circle?",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.kernels_on_cpu import KernelsAroundCPUAttention, KernelsAroundFlashAttention
-from tests.engine.parity import WORKER_VARIABLE
+from tests.engine.parity import EAGER, WORKER_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 BACKEND = "tests.engine.triton_cpu"
@@ -56,6 +56,7 @@ def test_answers_are_those_of_transformers(
     paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
+        **EAGER,
         "PYTHONPATH": os.pathsep.join(paths),
         "TRITON_INTERPRET": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
