@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     ADMIN_KEY_VARIABLE: ADMIN_KEY,
+    "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",  # a picture that cannot be fetched is refused without a pause
     "VLLM_SERVER_DEV_MODE": "1",  # to ask the workers what is in use
 }
 SPANS = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}

@@ -17,6 +17,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from inducekv_vllm import SUPPORTED_VLLM
+from tests.groups import seconds_of
 from tests.imports import ROOT, Import, imports_of, name_of
 from tests.verified import prefixes
 
@@ -202,7 +203,7 @@ def test_no_test_module_is_imported_by_another() -> None:
 
 
 def test_unit_tests_need_no_vllm() -> None:
-    """What they import when they are collected, directly or through others; `make test-fast` runs them without."""
+    """What they import when they are collected, directly or through others; `make test-fast` runs most without."""
     files = {name_of(path): path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.py")}
     found = {name for name in files if f"{name}.".startswith("tests.unit.")} | {"tests.conftest"}
     unread = sorted(found)
@@ -214,6 +215,11 @@ def test_unit_tests_need_no_vllm() -> None:
         found |= added
         unread += added
     assert {"selector.api", "inducekv_vllm.bundle.file"} <= found
+
+
+def test_recorded_seconds_are_of_files_that_exist() -> None:
+    """The longest begin first in `make test`, and `make test-fast` leaves them out."""
+    assert [file for file in seconds_of() if "/" in file and not (ROOT / file).is_file()] == []
 
 
 def test_the_supported_vllm_range_is_declared_once() -> None:
