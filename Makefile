@@ -80,7 +80,7 @@ test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Those that import no vLLM: it cannot be imported in them.
+# Those that import no vLLM, without the longest files: it cannot be imported in them.
 test-fast: export OMP_NUM_THREADS := 1
 test-fast: setup-dev
 	$(BIN)/python -m pytest -p tests.without_vllm -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit $(PYTEST_ARGS)

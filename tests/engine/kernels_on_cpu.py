@@ -30,6 +30,7 @@ from inducekv_vllm.attention.slots import ActingRows
 from inducekv_vllm.plugin import FLASH_BACKEND
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
+from tests.engine.interpreter import hasten
 
 GRAPH_ROWS = (4, 8, 16)  # sizes of the graphs that are imitated
 
@@ -38,6 +39,10 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
     """vLLM's own CPU attention: it keeps no log-sum-exp, so only decoupled memory can be served."""
 
     has_cpu_cache = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        hasten()
+        super().__init__(*args, **kwargs)
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         return (KernelsBesideCPUCache if self.has_cpu_cache else ReplayedKernels)(

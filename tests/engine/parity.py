@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,8 @@ DEFAULTS: tuple[tuple[str, str, Activation, float], ...] = (
 # Most of an engine's start is its processes' import of vLLM. With these settings an `LLM` runs in the process of the
 # tests, and a server's worker in the process of its engine.
 FEWER_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# vLLM compiles what ranks log-probabilities even if the model runs eagerly: seconds of each process.
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 WORKER_VARIABLE = "INDUCEKV_TEST_WORKER"  # a class in place of the platform's worker
 QUESTIONS = (
     "What colour is the circle?",
@@ -134,12 +137,29 @@ def make_world(
     Each acts on another part of a request. They are made of merged ones, whose gates and biases differ by layer; those
     called "sqrt" and "prior" have files, too, if `with_merged`.
     """
+    backbone, merged = _read(model, num_entries, payload_tokens, make_prompts)
+    world = World(model, backbone, {}, {}, dict(merged))
+    for name, source, activation, scale in DEFAULTS:
+        world.add(name, by_default(merged[source], activation, world.heads_per_kv_head, scale), folder)
+    for name in ("sqrt", "prior") if with_merged else ():
+        world.add(name, merged[name], folder)
+    return world
+
+
+@lru_cache(maxsize=1)  # files that follow each other use the demo model
+def _read(
+    model: Path, num_entries: int, payload_tokens: int, make_prompts: Callable[[int, int], list[Prompt]]
+) -> tuple[Backbone, dict[str, Bundle]]:
+    """The reference and the merged bundles of `make_world`."""
     backbone, merged = Backbone.load(model), dict[str, Bundle]()
+    extractions = {}
+    for first in (100, 200):
+        prefixes = make_prompts(num_entries, first)
+        examples: Any = [SimpleNamespace(messages=p.chat_messages, load_images=lambda p=p: p.images) for p in prefixes]
+        extractions[first] = extract(backbone, examples, payload_tokens)
     weightings: dict[str, Weighting] = {"sqrt": "sqrt", "prior": "prior", "other": "sqrt"}
     for seed, (name, weighting) in enumerate(weightings.items()):
-        prefixes = make_prompts(num_entries, 100 if name != "other" else 200)
-        examples: Any = [SimpleNamespace(messages=p.chat_messages, load_images=lambda p=p: p.images) for p in prefixes]
-        extraction = extract(backbone, examples, payload_tokens)
+        extraction = extractions[100 if name != "other" else 200]
         merged[name] = Bundle.create(
             retrieval_keys=extraction.keys,
             payload_keys=extraction.payload_keys,
@@ -154,12 +174,7 @@ def make_world(
             recipe="build",
             settings={},
         )
-    world = World(model, backbone, {}, {}, merged)
-    for name, source, activation, scale in DEFAULTS:
-        world.add(name, by_default(merged[source], activation, world.heads_per_kv_head, scale), folder)
-    for name in ("sqrt", "prior") if with_merged else ():
-        world.add(name, merged[name], folder)
-    return world
+    return backbone, merged
 
 
 def gated_bundle(

@@ -55,12 +55,16 @@ def served(world: World) -> Iterator[MemoryEngine]:
         yield MemoryEngine(world, llm)
 
 
+@pytest.fixture(scope="module")
+def plain(served: MemoryEngine) -> list[MemoryAnswer]:
+    """The answers to the questions of `test_parity` without memory."""
+    return served.check(prompts(6, seed=1), [None] * 6)
+
+
 @pytest.mark.parametrize("weighting", ["uniform", "prior", "uniform-maps", "prior-maps"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_parity(served: MemoryEngine, activation: Activation, weighting: str) -> None:
-    questions = prompts(6, seed=1)
-    answers = served.check(questions, [f"{activation}-{weighting}"] * 6)
-    plain = served.check(questions, [None] * 6)
+def test_parity(served: MemoryEngine, plain: list[MemoryAnswer], activation: Activation, weighting: str) -> None:
+    answers = served.check(prompts(6, seed=1), [f"{activation}-{weighting}"] * 6)
     pairs = [[served_logprobs(a.output.outputs[0])[1] for a in both] for both in zip(answers, plain, strict=True)]
     assert all((memory - without).abs().max() > 100 * TOLERANCE for memory, without in pairs)
 
@@ -171,12 +175,12 @@ def test_a_gate_reads_the_prefix_cache_and_decides_as_on_the_whole_prompt(served
 
 def test_gates_and_uniform_memory_in_one_batch_under_preemption(served: MemoryEngine) -> None:
     """Undecided requests are preempted too: there are more prompts than blocks."""
-    questions = prompts(20, seed=16)
-    tasks = [("a", None, "b")[i % 3] for i in range(20)]
+    questions = prompts(14, seed=16)
+    tasks = [("a", None, "b")[i % 3] for i in range(14)]
     before = preemptions(served)
     with served.gated(questions, tasks, **UNIFORM):
         for _ in range(2):  # the second time prompts are in the cache, in part
-            answers = served.check(questions, ["gated"] * 20, greedy(max_tokens=40))
+            answers = served.check(questions, ["gated"] * 14, greedy(max_tokens=40))
             assert [answer.decision and answer.decision.task for answer in answers] == tasks
     assert preemptions(served) > before
 

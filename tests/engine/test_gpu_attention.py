@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.kernels_on_cpu import KernelsAroundCPUAttention, KernelsAroundFlashAttention
-from tests.engine.parity import WORKER_VARIABLE
+from tests.engine.parity import EAGER, WORKER_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 BACKEND = "tests.engine.triton_cpu"
@@ -36,32 +36,35 @@ def install(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("worker", "runner", "tests", "selected"),
     [
-        (KernelsAroundFlashAttention, "1", RUNNERS, ""),
+        # One process for both: it takes longer to begin than the second.
+        (KernelsAroundFlashAttention, "1", (RUNNERS, FACTS), "runners or alone"),
         # V1 tells the rows of a step by another adapter, and nothing else depends on the runner: test_runners.py by
         # itself runs with that adapter.
-        pytest.param(KernelsAroundFlashAttention, "0", RUNNERS, "", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "0", (RUNNERS,), "", marks=pytest.mark.slow),
         # Another backend: sinks and sliding windows, without a log-sum-exp, as in test_decoupled_attention_kinds.py by
         # itself; attention/test_kernel_memory.py has the kernels around any backend.
-        pytest.param(KernelsAroundCPUAttention, "1", KINDS, "sinks", marks=pytest.mark.slow),
-        pytest.param(KernelsAroundFlashAttention, "1", DRAFTS, "not ngrams", marks=pytest.mark.slow),
-        pytest.param(KernelsAroundFlashAttention, "0", DRAFTS, "not ngrams", marks=pytest.mark.slow),
-        (KernelsAroundFlashAttention, "1", FACTS, "alone"),
+        pytest.param(KernelsAroundCPUAttention, "1", (KINDS,), "sinks", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "1", (DRAFTS,), "not ngrams", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "0", (DRAFTS,), "not ngrams", marks=pytest.mark.slow),
     ],
-    ids=["V2", "V1", "another backend", "drafts on V2", "drafts on V1", "facts"],
+    ids=["V2", "V1", "another backend", "drafts on V2", "drafts on V1"],
 )
 def test_answers_are_those_of_transformers(
-    tmp_path: Path, worker: type, runner: str, tests: str, selected: str
+    tmp_path: Path, worker: type, runner: str, tests: tuple[str, ...], selected: str
 ) -> None:
     install(tmp_path)
     paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
+        **EAGER,
         "PYTHONPATH": os.pathsep.join(paths),
         "TRITON_INTERPRET": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "VLLM_USE_V2_MODEL_RUNNER": runner,
         WORKER_VARIABLE: f"{worker.__module__}.{worker.__name__}",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", "-k", selected]
-    run = subprocess.run([*command, f"tests/engine/{tests}"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    command += [f"tests/engine/{each}" for each in tests]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert ("Using V2 Model Runner" in run.stdout + run.stderr) == (runner == "1")

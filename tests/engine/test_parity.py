@@ -19,6 +19,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 from inducekv_vllm.plugin import register
 from server.demo import CHECKPOINT
 from tests.engine.parity import (
+    EAGER,
     FEWER_PROCESSES,
     TOLERANCE,
     MemoryEngine,
@@ -230,7 +231,7 @@ def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     world = make_world(save_tiny_llava(tmp_path / "model"), tmp_path, with_merged=True)
     options = {"tensor_parallel_size": 2, "enforce_eager": True, "max_num_batched_tokens": 40}
     options |= {"enable_prefix_caching": False}
-    environment = {**FEWER_PROCESSES, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    environment = {**FEWER_PROCESSES, **EAGER, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with engine(world.model, environment=environment, **options) as llm:
         two_ranks = MemoryEngine(world, llm)
         for top_k in (None, 3):

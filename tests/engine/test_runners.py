@@ -126,7 +126,7 @@ def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_pat
     step = llm.llm_engine.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.llm_engine, "step", lambda: (step(), load_and_unload())[0])
-        served.check(questions, ["moving", "generation", "moving", None], greedy(max_tokens=60))
+        served.check(questions, ["moving", "generation", "moving", None], greedy(max_tokens=30))
     assert loaded == ["begun", "ended"]
     for _ in range(2):  # the scheduler reports finished requests one step late
         served.chat(prompts(1, seed=7), [None], greedy(max_tokens=2))
@@ -157,11 +157,11 @@ def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: Memor
 @pytest.mark.parametrize("weighting", ["prior", "uniform"])
 def test_gates(served: MemoryEngine, weighting: str) -> None:
     """More prompts than blocks, twice: the second time they are decided at once."""
-    questions, tasks = prompts(9, seed=18), [("a", None, "b")[i % 3] for i in range(9)]
+    questions, tasks = prompts(6, seed=18), [("a", None, "b")[i % 3] for i in range(6)]
     activations = {"a": "generation", "b": "prompt"}
     with served.gated(questions, tasks, form="decoupled", weighting=weighting, activations=activations):
         for _ in range(2):
-            answers = served.check(questions, ["gated"] * 9)
+            answers = served.check(questions, ["gated"] * 6)
             assert [answer.decision and answer.decision.task for answer in answers] == tasks
 
 

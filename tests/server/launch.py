@@ -16,7 +16,7 @@ from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 from tests.bundles import remade
-from tests.engine.parity import FEWER_PROCESSES, World, make_world
+from tests.engine.parity import EAGER, FEWER_PROCESSES, World, make_world
 from tests.tiny_models import save_tiny_llava
 
 # A test server must start beside other work on a small machine.
@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     ADMIN_KEY_VARIABLE: ADMIN_KEY,
+    "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",  # a picture that cannot be fetched is refused without a pause
     "VLLM_SERVER_DEV_MODE": "1",  # to ask the workers what is in use
 }
 SPANS = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
@@ -82,7 +83,7 @@ def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     arguments += ["--worker-cls", "tests.server.ranks.HoldingWorker"]
     # An idle worker process waits in a loop that takes a core; here there is none.
-    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES, **SPANS}) as url:
+    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER, **SPANS}) as url:
         yield url
 
 
@@ -99,7 +100,7 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
     memory = [f"--memory=m={folder / 'style.safetensors'}", "--memory-root", str(folder.parent)]
     arguments = [str(model), *memory, *FLAGS, *lora, "--served-model-name", "base"]
-    environment = {**ENVIRONMENT, **FEWER_PROCESSES, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
         yield Adapted(url, folder, plain, merged, bundle)
 

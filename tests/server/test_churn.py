@@ -20,7 +20,7 @@ from tests.server.launch import ADMIN_KEY
 pytestmark = pytest.mark.anyio
 
 KEPT, CHANGED = ("first", "second"), ("replaced", "reloaded")
-WARM_UP, REQUESTS, CONCURRENCY = 32, 160, 32
+WARM_UP, REQUESTS, CONCURRENCY = 32, 112, 32
 
 
 async def test_answers_are_right_while_bundles_change_and_nothing_is_left(

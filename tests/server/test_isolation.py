@@ -1,4 +1,4 @@
-"""Hundreds of requests at once over three bundles and none: each answers as if it were alone."""
+"""More than a hundred requests at once over three bundles and none: each answers as if it were alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.server.http import TRACED, Bundles, ask, preemptions, tokens_and_logp
 pytestmark = pytest.mark.anyio
 
 MODELS = ("base", "first", "second", "moving")
-NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 4, 24
+NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 2, 24
 NUM_KEEPERS = 4
 Job = tuple[str, int]  # the model and the number of the prompt
 

@@ -15,6 +15,7 @@ from benchmarks.chat import Message, question_of, same_answer, user_turn
 from benchmarks.demo.run_demo import MEMORY, ask, base_model, gate_is_open, served, server_arguments
 from benchmarks.demo.world import BASE, examples
 from server.demo import BUNDLE, CHECKPOINT
+from tests.engine.parity import FEWER_PROCESSES
 
 QUESTIONS = 30
 
@@ -22,8 +23,11 @@ QUESTIONS = 30
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     arguments = [*server_arguments(CHECKPOINT, BUNDLE), "--enforce-eager"]  # compilation would take a minute
-    with served(CHECKPOINT, BUNDLE, arguments, Console(file=io.StringIO())) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in FEWER_PROCESSES.items():
+            patch.setenv(name, value)
+        with served(CHECKPOINT, BUNDLE, arguments, Console(file=io.StringIO())) as found:
+            yield found
 
 
 def questions(task: str) -> Iterator[tuple[list[Message], str]]:

@@ -16,6 +16,7 @@ from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main
 from tests.engine.parity import TOLERANCE, Prompt, World, prompts
+from tests.gates import small_fits
 from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
 from tests.server.launch import Adapted, save_adapter
 
@@ -68,7 +69,8 @@ def adapter(folder: Path, task: str, weights: str | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def routed(adapted: Adapted, folder: Path) -> Path:
-    assert main(route(adapted, folder, adapter(folder, "a"), adapter(folder, "b"))) == 0
+    with small_fits():
+        assert main(route(adapted, folder, adapter(folder, "a"), adapter(folder, "b"))) == 0
     return folder / "routed.safetensors"
 
 

@@ -32,7 +32,7 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
-def run(port: int, *more: object, seconds: int = 3) -> subprocess.CompletedProcess[str]:
+def run(port: int, *more: object, seconds: int = 2) -> subprocess.CompletedProcess[str]:
     host = ["--host", f"http://127.0.0.1:{port}"]
     command = [sys.executable, "-m", "locust", "-f", LOCUSTFILE, *host, "--headless", "-u", "1", "-t", f"{seconds}s"]
     command += map(str, more)

@@ -17,7 +17,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from inducekv_vllm import SUPPORTED_VLLM
+from tests.groups import seconds_of
 from tests.imports import ROOT, Import, imports_of, name_of
+from tests.verified import prefixes
 
 # The packages, and the rooms of two of them, from the lowest to the highest: each may import those before it.
 LAYERS = {
@@ -201,10 +203,23 @@ def test_no_test_module_is_imported_by_another() -> None:
 
 
 def test_unit_tests_need_no_vllm() -> None:
-    """`make test-fast` runs them without; here they are only collected."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.without_vllm", "--collect-only", "-q", "tests/unit"]
-    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert collected.returncode == 0, collected.stdout[-4000:]
+    """What they import when they are collected, directly or through others; `make test-fast` runs most without."""
+    files = {name_of(path): path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.py")}
+    found = {name for name in files if f"{name}.".startswith("tests.unit.")} | {"tests.conftest"}
+    unread = sorted(found)
+    while unread:
+        path = files[unread.pop()]
+        names = {each.name for each in imports_of(path) if not (each.type_only or each.deferred)}
+        assert not {name for name in names if package_of(name) == "vllm"}, f"{path.relative_to(ROOT)} imports vllm"
+        added = {part for name in names for part in prefixes(name) if part in files} - found
+        found |= added
+        unread += added
+    assert {"selector.api", "inducekv_vllm.bundle.file"} <= found
+
+
+def test_recorded_seconds_are_of_files_that_exist() -> None:
+    """The longest begin first in `make test`, and `make test-fast` leaves them out."""
+    assert [file for file in seconds_of() if "/" in file and not (ROOT / file).is_file()] == []
 
 
 def test_the_supported_vllm_range_is_declared_once() -> None:

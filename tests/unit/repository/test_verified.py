@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -109,7 +110,8 @@ def test_nothing_written_down_is_not_verified(root: Path) -> None:
 def passed(root: Path, *arguments: str) -> tuple[int, bool]:
     """How many tests pass, and whether the summary says that research is left out."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (count,) = re.findall(r"^(\d+) passed", done.stdout, re.M)
     lines = [line for line in done.stdout.splitlines() if line.startswith("tests/research left out")]

@@ -192,13 +192,25 @@ class KilledError(Exception):
     pass
 
 
+SEARCH: dict[str, Any] = {"activation": "search", "learning_rate": None, "steps": 16, "patience": None}
+
+
+@pytest.fixture(scope="module")
+def whole(llava: Backbone, examples: list[Example], tmp_path_factory: pytest.TempPathFactory) -> UpdateResult:
+    """A search that nothing has interrupted."""
+    return learn(llava, tmp_path_factory.mktemp("whole"), examples, **SEARCH)
+
+
 @pytest.mark.parametrize("last", [1, 7, 15, 20])
 def test_a_search_that_is_killed_goes_on_to_the_same_end(
-    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch, last: int
+    llava: Backbone,
+    tmp_path: Path,
+    examples: list[Example],
+    whole: UpdateResult,
+    monkeypatch: pytest.MonkeyPatch,
+    last: int,
 ) -> None:
     """`last` training of the search, of the rungs or of what is finished, is killed after its first step."""
-    options: dict[str, Any] = {"activation": "search", "learning_rate": None, "steps": 16, "patience": None}
-    whole = learn(llava, tmp_path / "whole", examples, **options)
     taken, take_step = iter(range(1000)), Training.take_step
 
     def killed(training: Training) -> None:
@@ -210,8 +222,8 @@ def test_a_search_that_is_killed_goes_on_to_the_same_end(
     with monkeypatch.context() as context:
         context.setattr(Training, "take_step", killed)
         with pytest.raises(KilledError):
-            learn(llava, folder, examples, **options)
-    resumed = learn(llava, folder, examples, **options)
+            learn(llava, folder, examples, **SEARCH)
+    resumed = learn(llava, folder, examples, **SEARCH)
     assert resumed.bundle.digest == whole.bundle.digest
     assert measured(resumed) == measured(whole)
 
