@@ -49,7 +49,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 def exported() -> dict[str, set[str]]:
     """The series of our metrics, and the labels of each."""
-    from inducekv_vllm.frontend import metrics as of_requests
+    from inducekv_vllm.frontend import observation as of_requests
     from server import metrics as of_bundles
 
     found: dict[str, set[str]] = {}

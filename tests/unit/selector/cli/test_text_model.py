@@ -120,7 +120,7 @@ def test_what_is_to_be_remembered_is_kept_as_facts(
     assert facts["accuracy"]["memory_and_facts"] > facts["accuracy"]["memory"]
     assert remembering.report("codes")["validation_accuracy"]["deployed"] == facts["accuracy"]["memory_and_facts"]
     model, asked = BundledModel(Scorer(Backbone.load(llama)), bundle), read_task(validation)
-    counting = [tasks for tasks, _ in fact_tasks(bundle, model.evidence(asked))]
+    counting = fact_tasks(bundle, model.evidence(asked))
     assert counting.count(("codes",)) >= 12
     for question, text, tasks in zip(asked[:-1], model.answers(asked[:-1], 12), counting, strict=False):
         assert (text == question.answer) == (tasks == ("codes",))
