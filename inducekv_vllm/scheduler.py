@@ -6,8 +6,9 @@
     settled     it runs with what was decided; behind a closed gate, the first token stands, and nothing else happened
 
 A is the first position that memory acts on; for a stored answer, which is said behind the prompt, the prompt's last.
-K and V before it are the untouched model's, so their blocks keep vLLM's hashes and are shared with every other request. Hashes are chained: one extra key, in A's block, keeps that block and
-all later ones, of the prompt or generated, apart from untouched ones and from those of any other memory.
+K and V before it are the untouched model's, so their blocks keep vLLM's hashes and are shared with every other request.
+Hashes are chained: one extra key, in A's block, keeps that block and all later ones, of the prompt or generated, apart
+from untouched ones and from those of any other memory.
 
 If A's block is not full, nobody else has it, and the request goes back in place. Otherwise vLLM's own preemption gives
 it other blocks. A prompt that the same owner has asked about before is decided at once.
