@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CACHED_ANSWERS: Final = 4096
+NEAR: Final = 0.3  # of a question's weight, that a request says of the nearest one
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class StoredFacts:
             return None
         number, near = max(found, key=lambda each: (each[1].is_asked, each[1].closeness))
         if near.differs is not None:
+            if near.said < NEAR:
+                return None
             return FactMissed(number, near.differs, near.missing, near.added)
         return self._found(number, near.closeness, asked.begun)
 

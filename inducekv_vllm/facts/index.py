@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 from rapidfuzz.distance import OSA
@@ -23,6 +23,8 @@ from .question import Question, read, same_words
 from .rule import NORMAL, SAME, Comparison, Strictness, compare, compare_names
 
 CANDIDATES: Final = 16  # stored questions that are compared
+NEAREST: Final = 4  # of those that no request can ask for
+LOOKED_AT: Final = 256  # of those that have a term, for the nearest
 COUNTED: Final = 4096  # of those that have a key
 CACHED_QUESTIONS: Final = 1 << 18
 CACHED_WORDS: Final = 4096
@@ -93,6 +95,8 @@ class QuestionIndex:
             for found in self._compared(asked, language, among, None if names_suffice else strictness):
                 if best is None or _rank(found) > _rank(best):
                     best = found
+                if best.comparison.is_asked and best.comparison.closeness == 1.0:
+                    return best  # the newest of those that share most
         return best
 
     def _compared(
@@ -102,26 +106,39 @@ class QuestionIndex:
             term.word: near for term in asked.terms.values() if (near := self._near(term.word, language)) is not None
         }
         counts = self._counted(_keys_of(asked, language, replaced), self._under[language])
-        candidates = sorted(
-            (number for number in counts if among(number)), key=lambda number: (-counts[number], -number)
-        )
-        for number in candidates[:CANDIDATES]:
+        candidates = _highest(counts, among)[:CANDIDATES]
+        if not candidates:  # none is asked; the nearest says what it lacks
+            terms = {term.key: term.weight for term in asked.terms.values()}
+            candidates = _highest(self._counted(terms, self._by_term[language], LOOKED_AT), among)[:NEAREST]
+        for number in candidates:
             stored = _read(self.questions[number], language)
             if strictness is None:
                 yield Found(number, compare_names(stored, asked, language, replaced, self._num_facts))
             else:
                 yield Found(number, compare(stored, asked, language, replaced, strictness))
 
-    def _counted(self, keys: Mapping[Key, float], under: Mapping[Key, list[int]]) -> dict[int, float]:
+    def _counted(
+        self, keys: Mapping[Key, float], under: Mapping[Key, list[int]], most: int = COUNTED
+    ) -> dict[int, float]:
         """Questions that have some of these keys, with their weight: rare keys first, and of common ones the newest."""
         counts = defaultdict[int, float](float)
         lists = sorted(
             ((under[key], weight) for key, weight in keys.items() if key in under), key=lambda each: len(each[0])
         )
         for numbers, weight in lists:
-            for number in numbers[-COUNTED:]:
+            for number in numbers[-most:]:
                 counts[number] += weight
         return counts
+
+    @cached_property
+    def _by_term(self) -> dict[Language, dict[Key, list[int]]]:
+        """All questions that have a term, which they need not be kept under."""
+        found: dict[Language, dict[Key, list[int]]] = {language: defaultdict(list) for language in self._under}
+        for number, text in enumerate(self.questions):
+            _, language, _, terms = _kept(text)
+            for term in terms:
+                found[language][term].append(number)
+        return found
 
     def _num_facts(self, key: str) -> int:
         """The facts whose questions have a term."""
@@ -143,6 +160,10 @@ class QuestionIndex:
             for near, _, _ in extract_iter(word, words, scorer=OSA.distance, score_cutoff=1):
                 found.setdefault(language.stem(near), near)
         return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _highest(counts: Mapping[int, float], among: Callable[[int], bool]) -> list[int]:
+    return sorted((number for number in counts if among(number)), key=lambda number: (-counts[number], -number))
 
 
 def _rank(found: Found) -> tuple[bool, float, int]:

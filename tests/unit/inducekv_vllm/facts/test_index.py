@@ -378,3 +378,13 @@ def test_many_questions_that_share_words() -> None:
             found = index.find(request)
             assert found is not None
             assert (questions[found.number], found.comparison.differs) == (questions[3 * at + offset], None)
+
+
+def test_the_nearest_question_that_is_not_asked() -> None:
+    """Also one that has another name, which no request for this one can ask; nothing where no word is the same."""
+    index = QuestionIndex([CODE.format(name) for name in ("Lima", "Oslo")])
+    found = index.find("What is the code of Quito?")
+    assert found is not None
+    assert (found.comparison.missing, found.comparison.added) == (("oslo",), ("quito",))
+    assert found.comparison.differs == "it does not name 'oslo'"
+    assert index.find("How do I bake bread?") is None
