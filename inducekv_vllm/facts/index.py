@@ -23,6 +23,7 @@ from .question import Question, read, same_words
 from .rule import NORMAL, SAME, Comparison, Strictness, compare, compare_names
 
 CANDIDATES: Final = 16  # stored questions that are compared
+RANKED: Final = 512  # of those that share most
 NEAREST: Final = 4  # of those that no request can ask for
 LOOKED_AT: Final = 256  # of those that have a term, for the nearest
 COUNTED: Final = 4096  # of those that have a key
@@ -105,8 +106,12 @@ class QuestionIndex:
         replaced = {
             term.word: near for term in asked.terms.values() if (near := self._near(term.word, language)) is not None
         }
-        counts = self._counted(_keys_of(asked, language, replaced), self._under[language])
-        candidates = _highest(counts, among)[:CANDIDATES]
+        keys = _keys_of(asked, language, replaced)
+        counts = self._counted(keys, self._under[language])
+        likely = _highest(counts, among)[:RANKED]
+        # Of those that share as much, first the ones that have least beside it: Kyoto before Kyoto Station.
+        likely.sort(key=lambda number: (-counts[number], len(_kept(self.questions[number])[2] - keys.keys()), -number))
+        candidates = likely[:CANDIDATES]
         if not candidates:  # none is asked; the nearest says what it lacks
             terms = {term.key: term.weight for term in asked.terms.values()}
             candidates = _highest(self._counted(terms, self._by_term[language], LOOKED_AT), among)[:NEAREST]
@@ -176,7 +181,7 @@ def _read(text: str, language: Language) -> Question:
 
 
 @lru_cache(CACHED_QUESTIONS)  # the next version of a bundle has most of the questions of this one
-def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[str, ...]]:
+def _kept(text: str) -> tuple[tuple[str, ...], Language, frozenset[Key], tuple[str, ...]]:
     """A stored question's words, its language, what it is kept under, and the keys of its terms."""
     language = language_of(text)
     question = read(text, language)
@@ -194,7 +199,7 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, tuple[Key, ...], tuple[
             keys += [("sense", sense) for sense in term.senses]
         if not term.is_function and (total := total - term.weight) < sum(each.weight for each in terms) / 2:
             break  # what a request must say of the others; a function word is never missing
-    return question.words, language, tuple(dict.fromkeys(keys)), tuple(question.terms)
+    return question.words, language, frozenset(keys), tuple(question.terms)
 
 
 def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> dict[Key, float]:

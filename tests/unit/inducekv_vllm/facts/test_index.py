@@ -388,3 +388,11 @@ def test_the_nearest_question_that_is_not_asked() -> None:
     assert (found.comparison.missing, found.comparison.added) == (("oslo",), ("quito",))
     assert found.comparison.differs == "it does not name 'oslo'"
     assert index.find("How do I bake bread?") is None
+
+
+def test_a_name_among_many_that_have_more_words() -> None:
+    """In any order of teaching."""
+    names = [f"{first}{vowel}{last}".title() for first in "bdf" for vowel in "aeiou" for last in "lmr"]
+    questions, kyoto = [CODE.format(f"Kyoto {name}") for name in names], CODE.format("Kyoto")
+    for order in ([kyoto, *questions], [*questions, kyoto]):
+        assert asked(order, "Tell me the code of Kyoto, please.") == kyoto
