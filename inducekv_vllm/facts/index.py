@@ -113,7 +113,7 @@ class QuestionIndex:
         likely.sort(key=lambda number: (-counts[number], len(_kept(self.questions[number])[2] - keys.keys()), -number))
         candidates = likely[:CANDIDATES]
         if not candidates:  # none is asked; the nearest says what it lacks
-            terms = {term.key: term.weight for term in asked.terms.values()}
+            terms: dict[Key, float] = {term.key: term.weight for term in asked.terms.values()}
             candidates = _highest(self._counted(terms, self._by_term[language], LOOKED_AT), among)[:NEAREST]
         for number in candidates:
             stored = _read(self.questions[number], language)
