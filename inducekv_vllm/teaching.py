@@ -101,7 +101,10 @@ def taught(
             f"with {len(facts)} more facts the bundle has {used} bytes, and its budget is {budget}: forget some of its "
             f"{len(kept)} facts, or give a larger budget_bytes"
         )
-    return _with_facts(bundle, [*kept, *facts], reader, {**settings, "budget_bytes": budget})
+    settings = {**settings, "budget_bytes": budget}
+    if bundle is None:
+        return bundle_without_entries(reader.model, recipe=RECIPE, facts=tuple(facts), settings=settings)
+    return _with_facts(bundle, [*kept, *facts], settings)
 
 
 def _lately_used(
@@ -121,7 +124,7 @@ def _lately_used(
     return [fact for fact in facts if fact.id not in gone], used
 
 
-def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundle:
+def forgotten(bundle: Bundle, ids: Collection[str]) -> Bundle:
     """The next version of a bundle, without some of its facts.
 
     Raises:
@@ -134,7 +137,7 @@ def forgotten(bundle: Bundle, ids: Collection[str], reader: FactReader) -> Bundl
     kept = [fact for fact in facts if fact.id not in ids]
     if not kept and not bundle.num_entries and not bundle.metadata.task_adapters:
         raise BundleError(f"all {len(facts)} facts would be forgotten, and a bundle needs one: unload it instead")
-    return _with_facts(bundle, kept, reader, bundle.metadata.settings)
+    return _with_facts(bundle, kept, bundle.metadata.settings)
 
 
 def dropped(before: Bundle | None, after: Bundle) -> list[str]:
@@ -209,12 +212,8 @@ def _stored_words(question: str) -> tuple[str, ...]:
     return same_words(question)
 
 
-def _with_facts(
-    bundle: Bundle | None, facts: Sequence[FactRecord], reader: FactReader, settings: dict[str, Any]
-) -> Bundle:
+def _with_facts(bundle: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any]) -> Bundle:
     changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings}
-    if bundle is None:
-        return bundle_without_entries(reader.model, recipe=RECIPE, facts=tuple(facts), settings=settings)
     return with_metadata(bundle, **changes, parent_digest=bundle.digest)
 
 

@@ -146,7 +146,7 @@ def _corrected(
 
 def _without(bundle: Bundle | None, reader: FactReader, *, example_id: str) -> Bundle:
     assert bundle is not None  # the name is loaded
-    return forgotten(bundle, [example_id], reader)
+    return forgotten(bundle, [example_id])
 
 
 async def _facts(examples: Sequence[TaughtExample], engine: MemoryEngine) -> list[FactRecord]:

@@ -131,7 +131,7 @@ class MemoryLLM:
         """
         if isinstance(ids, str):
             raise ConfigError(f"expected a list of ids, found the string {ids!r}: its letters would be the ids")
-        write_bundle(forgotten(read_bundle(memory.path, backbone=self._backbone), ids, self._facts), path)
+        write_bundle(forgotten(read_bundle(memory.path, backbone=self._backbone), ids), path)
         return self.load_bundle(path)
 
     def picture_state(self, conversation: Any) -> str:

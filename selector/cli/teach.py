@@ -42,7 +42,7 @@ def teach(options: argparse.Namespace) -> int:
     if options.bundle is not None:
         bundle = read_bundle(options.bundle, backbone=reader.model)
     if options.forget and bundle is not None:
-        bundle = forgotten(bundle, options.forget, reader)
+        bundle = forgotten(bundle, options.forget)
     if facts:
         before = bundle
         bundle = taught(bundle, facts, reader, options.budget_bytes, when_full=options.when_full)

@@ -136,10 +136,10 @@ def test_the_newest_counts(reader: FactReader) -> None:
 def test_ids_are_forgotten_as_they_are(reader: FactReader) -> None:
     """12 is not 1 and 2."""
     bundle = taught(None, [fact_of(f"What is the code of {city}?", "a", id=id) for id, city in NUMBERED], reader)
-    left = forgotten(bundle, ["12"], reader)
+    left = forgotten(bundle, ["12"])
     assert [fact.id for fact in left.metadata.facts] == ["1", "2"]
     with pytest.raises(UnknownFact, match="no fact '3'"):
-        forgotten(left, ["1", "3"], reader)
+        forgotten(left, ["1", "3"])
 
 
 NUMBERED = (("1", "Lima"), ("2", "Oslo"), ("12", "Rome"))
