@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,7 @@ from ..retrieval.entry_terms import FloatArray
 from .checkpoints import load_config, load_tokenizer
 from .fingerprint import fingerprint_of
 from .placeholders import placeholder_ids
-from .turns import answer_mark, answer_tokens, turn_marks
+from .turns import answer_mark, answer_tokens, special_ids, turn_marks
 from .weights import weights_digest
 
 if TYPE_CHECKING:
@@ -112,11 +112,13 @@ class FactReader:
 
     def mark_in(self, text: str) -> str | None:
         """A token of the chat template that a text has, which would end a turn or begin one; None if it has none."""
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())
-        found = next(
-            (token for token in self.tokenizer(text, add_special_tokens=False)["input_ids"] if token in special), None
-        )
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        found = next((token for token in token_ids if token in self._special_ids), None)
         return None if found is None else str(self.tokenizer.convert_ids_to_tokens(found))
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return special_ids(self.tokenizer)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -147,11 +149,16 @@ class StoredFacts:
         asked = self._reader.question(token_ids)
         if asked.has_media and picture is None:
             return None
+        now = datetime.now(UTC)
+
+        def is_served(number: int) -> bool:
+            return not self._facts[number].has_expired(now)
+
         allowed = [name for name in self._tasks if name in fact_tasks or name not in self._gate_tasks]
         found = [
             each
             for name in allowed
-            for each in self._tasks[name].find(asked.text, picture, self._is_served, names_suffice=name in fact_tasks)
+            for each in self._tasks[name].find(asked.text, picture, is_served, names_suffice=name in fact_tasks)
         ]
         if not found:
             return None
@@ -169,9 +176,6 @@ class StoredFacts:
         if not answer.startswith(begun := begun.strip()):
             return FactFound(number, closeness, withheld="the request begins the answer in another way")
         return FactFound(number, closeness, self._reader.answer(answer[len(begun) :]))
-
-    def _is_served(self, number: int) -> bool:
-        return not self._facts[number].has_expired(datetime.now(UTC))
 
 
 class _Task:

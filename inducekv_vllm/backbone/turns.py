@@ -26,6 +26,11 @@ def answer_tokens(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
     return _ids(tokenizer, answer) if end is None else [*_ids(tokenizer, answer), end]
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that are no part of a text, those of chat templates among them."""
+    return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.get_added_vocab().values())
+
+
 def answer_mark(processor: Any) -> tuple[int, ...]:
     """The tokens between a question and its answer; none, if the template has none.
 
@@ -60,7 +65,7 @@ def turn_marks(processor: Any) -> TurnMarks:
         return _NO_MARKS
     before, after = zip(*sides, strict=True)
     mark = _without_blank_end(tokenizer, _common([ids[::-1] for ids in before])[::-1])
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    special = special_ids(tokenizer)
     starts = [at for at, token in enumerate(mark) if token in special][::-1] or ([0] if mark else [])
     # Another token than a special one could stand in a question too.
     end = next((token for token in _common(after)[:1] if token in special), None)
