@@ -28,7 +28,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ..attention.memory_attention import MemoryAttention
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult
-from ..facts import FactFound, packed
+from ..facts import FactFound, FactMissed, packed
 from ..forbidden import permitted
 from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
 from ..vllm_seams.runner import StepRows
@@ -69,21 +69,16 @@ class Deciding:
         if gate is not None and features.evidence is not None:
             self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
-        fact, missed = None, None
-        if facts is not None:
-            found = facts.find(request.prompt, () if gate is None else gate.fact_tasks, features.picture)
-            if isinstance(found, FactFound):
-                fact = found
-            else:
-                missed = found
+        tasks = () if gate is None else gate.fact_tasks
+        found = None if facts is None else facts.find(request.prompt, tasks, features.picture)
         return Decision(
             outcome=outcome_of(index, request.spec, lookup, request.prompt, self._placeholders),
             task=gate.task if gate is not None else None,
             margins=tuple(gate.margins.tolist()) if gate is not None else None,
             similarity=retrieval.similarity if retrieval is not None else None,
             valid_until=expiry.timestamp() if expiry is not None else None,
-            fact=fact,
-            missed=missed,
+            fact=found if isinstance(found, FactFound) else None,
+            missed=found if isinstance(found, FactMissed) else None,
         )
 
 
