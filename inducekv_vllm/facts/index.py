@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Final
+from functools import cached_property, lru_cache, partial
+from itertools import islice
+from typing import Final, NamedTuple
 
 from rapidfuzz.distance import OSA
 from rapidfuzz.process import extract_iter
@@ -56,14 +57,13 @@ class QuestionIndex:
         self._under: dict[Language, dict[Key, list[int]]] = {}
         self._words = set[str]()
         for number, text in enumerate(questions):
-            words, language, keys, _ = _kept(text)
-            self._same[words] = number
-            self._words.update(words)
-            under = self._under.setdefault(language, defaultdict(list))
-            for key in keys:
+            kept = _kept(text)
+            self._same[kept.words] = number
+            self._words.update(kept.words)
+            under = self._under.setdefault(kept.language, defaultdict(list))
+            for key in kept.keys:
                 under[key].append(number)
         self._spelled = _by_length(sorted(self._words))  # of equally near ones, always the same
-        self._counts: Counter[str] | None = None
         self._near = lru_cache(CACHED_WORDS)(self._find_near)
 
     def __len__(self) -> int:
@@ -90,10 +90,12 @@ class QuestionIndex:
         number = self.same_as(text)
         if number is not None and among(number):
             return Found(number, SAME)
+        compared = partial(compare, strictness=strictness)
+        if names_suffice:
+            compared = partial(compare_names, num_facts=lambda key: self._num_facts[key])
         best: Found | None = None
         for language in self._under:
-            asked = read(text, language)
-            for found in self._compared(asked, language, among, None if names_suffice else strictness):
+            for found in self._compared(read(text, language), language, among, compared):
                 if best is None or _rank(found) > _rank(best):
                     best = found
                 if best.comparison.is_asked and best.comparison.closeness == 1.0:
@@ -101,26 +103,24 @@ class QuestionIndex:
         return best
 
     def _compared(
-        self, asked: Question, language: Language, among: Callable[[int], bool], strictness: Strictness | None
+        self, asked: Question, language: Language, among: Callable[[int], bool], compared: Callable[..., Comparison]
     ) -> Iterable[Found]:
         replaced = {
             term.word: near for term in asked.terms.values() if (near := self._near(term.word, language)) is not None
         }
         keys = _keys_of(asked, language, replaced)
         counts = self._counted(keys, self._under[language])
-        likely = _highest(counts, among)[:RANKED]
+        likely = _highest(counts, among, RANKED)
         # Of those that share as much, first the ones that have least beside it: Kyoto before Kyoto Station.
-        likely.sort(key=lambda number: (-counts[number], len(_kept(self.questions[number])[2] - keys.keys()), -number))
+        likely.sort(
+            key=lambda number: (-counts[number], len(_kept(self.questions[number]).keys - keys.keys()), -number)
+        )
         candidates = likely[:CANDIDATES]
         if not candidates:  # none is asked; the nearest says what it lacks
             terms: dict[Key, float] = {term.key: term.weight for term in asked.terms.values()}
-            candidates = _highest(self._counted(terms, self._by_term[language], LOOKED_AT), among)[:NEAREST]
+            candidates = _highest(self._counted(terms, self._by_term[language], LOOKED_AT), among, NEAREST)
         for number in candidates:
-            stored = _read(self.questions[number], language)
-            if strictness is None:
-                yield Found(number, compare_names(stored, asked, language, replaced, self._num_facts))
-            else:
-                yield Found(number, compare(stored, asked, language, replaced, strictness))
+            yield Found(number, compared(_read(self.questions[number], language), asked, language, replaced))
 
     def _counted(
         self, keys: Mapping[Key, float], under: Mapping[Key, list[int]], most: int = COUNTED
@@ -140,19 +140,17 @@ class QuestionIndex:
         """All questions that have a term, which they need not be kept under."""
         found: dict[Language, dict[Key, list[int]]] = {language: defaultdict(list) for language in self._under}
         for number, text in enumerate(self.questions):
-            _, language, _, terms = _kept(text)
-            for term in terms:
-                found[language][term].append(number)
+            kept = _kept(text)
+            for term in kept.terms:
+                found[kept.language][term].append(number)
         return found
 
-    def _num_facts(self, key: str) -> int:
+    @cached_property
+    def _num_facts(self) -> Counter[str]:
         """The facts whose questions have a term."""
-        if self._counts is None:
-            pairs = {
-                (term, fact) for text, fact in zip(self.questions, self._facts, strict=True) for term in _kept(text)[3]
-            }
-            self._counts = Counter(term for term, _ in pairs)
-        return self._counts[key]
+        asked = zip(self.questions, self._facts, strict=True)
+        pairs = {(term, fact) for text, fact in asked for term in _kept(text).terms}
+        return Counter(term for term, _ in pairs)
 
     def _find_near(self, word: str, language: Language) -> str | None:
         """The stored word that a word with a typing error stands for; None if it is a word itself, or fits several."""
@@ -167,8 +165,9 @@ class QuestionIndex:
         return next(iter(found.values())) if len(found) == 1 else None
 
 
-def _highest(counts: Mapping[int, float], among: Callable[[int], bool]) -> list[int]:
-    return sorted((number for number in counts if among(number)), key=lambda number: (-counts[number], -number))
+def _highest(counts: Mapping[int, float], among: Callable[[int], bool], most: int) -> list[int]:
+    in_order = sorted(counts, key=lambda number: (-counts[number], -number))
+    return list(islice(filter(among, in_order), most))
 
 
 def _rank(found: Found) -> tuple[bool, float, int]:
@@ -180,9 +179,16 @@ def _read(text: str, language: Language) -> Question:
     return read(text, language)
 
 
+class _Kept(NamedTuple):
+    words: tuple[str, ...]
+    language: Language
+    keys: frozenset[Key]  # what the question is kept under
+    terms: tuple[str, ...]  # the keys of its terms
+
+
 @lru_cache(CACHED_QUESTIONS)  # the next version of a bundle has most of the questions of this one
-def _kept(text: str) -> tuple[tuple[str, ...], Language, frozenset[Key], tuple[str, ...]]:
-    """A stored question's words, its language, what it is kept under, and the keys of its terms."""
+def _kept(text: str) -> _Kept:
+    """What the index needs of a stored question."""
     language = language_of(text)
     question = read(text, language)
     terms = sorted(
@@ -199,7 +205,7 @@ def _kept(text: str) -> tuple[tuple[str, ...], Language, frozenset[Key], tuple[s
             keys += [("sense", sense) for sense in term.senses]
         if not term.is_function and (total := total - term.weight) < sum(each.weight for each in terms) / 2:
             break  # what a request must say of the others; a function word is never missing
-    return question.words, language, frozenset(keys), tuple(question.terms)
+    return _Kept(question.words, language, frozenset(keys), tuple(question.terms))
 
 
 def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> dict[Key, float]:

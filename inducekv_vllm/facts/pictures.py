@@ -80,7 +80,6 @@ class _Whitened:
 
     def __init__(self, states: FloatArray) -> None:
         """`states` [P, F]"""
-        self.size = states.shape[1]
         measured = states[np.unique(np.linspace(0, len(states) - 1, MOST_MEASURED).round().astype(int))]
         self._mean = measured.mean(0)
         _, lengths, self._axes = np.linalg.svd(measured - self._mean, full_matrices=False)  # [min(P, F), F]

@@ -89,22 +89,17 @@ def compare_names(
     Args:
         num_facts: n of a term's key.
     """
-    wanted, terms = stored.terms, [term for sentence in asked.sentences for term in sentence.values()]
+    wanted, run = stored.terms, range(len(asked.sentences))
     matched = [_matched(wanted, sentence, language, replaced) for sentence in asked.sentences]
-    said = {key for each in matched for key in each}
-    of_names = {key for each in matched for name, keys in each.items() if wanted[name].is_name for key in keys}
-    used = {key for each in matched for keys in each.values() for key in keys}
-    missing = [term for key, term in wanted.items() if key not in said]
-    added = [term for term in terms if term.key not in used and not term.is_function]
+    shared = _shared(wanted, asked, run, matched)
     weights = {key: max(num_facts(key), 1) ** -2.0 for key in wanted}
-    share = sum(weights[key] for key in said) / (sum(weights.values()) or 1.0)
+    share = sum(weight for key, weight in weights.items() if key in shared.said) / (sum(weights.values()) or 1.0)
     differs = (
-        _first("it does not name", [term for term in missing if term.is_name or term.is_exact])
-        or _first("it names", _beside(range(len(asked.sentences)), asked, of_names, added))
+        _first("it does not name", [term for term in shared.missing if term.is_name or term.is_exact])
+        or _first("it names", _beside(run, asked, shared.of_names, shared.added))
         or ("it says too little of it" if share < NAMED else None)
     )
-    words = tuple(term.word for term in missing if not term.is_function), tuple(term.word for term in added)
-    return Comparison(share, 0.0, *words, differs)
+    return Comparison(share, 0.0, _words(shared.missing), _words(shared.added), differs)
 
 
 def _runs(has_words: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -136,6 +131,32 @@ def _matched(wanted: Sentence, sentence: Sentence, language: Language, replaced:
     return found
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What a run of a request's sentences and a stored question say both, and each alone."""
+
+    said: set[str]  # keys of the stored question's terms
+    used: set[str]  # keys of the request's terms that say them
+    of_names: set[str]  # those that say names
+    terms: list[Term]  # of the run
+    missing: list[Term]  # of the stored question alone, without function words
+    added: list[Term]  # of the request alone, without function words
+
+
+def _shared(wanted: Sentence, asked: Question, run: range, matched: Sequence[dict[str, set[str]]]) -> _Shared:
+    terms = [term for at in run for term in asked.sentences[at].values()]
+    pairs = [(name, key) for at in run for name, keys in matched[at].items() for key in keys]
+    said, used = {name for name, _ in pairs}, {key for _, key in pairs}
+    return _Shared(
+        said,
+        used,
+        {key for name, key in pairs if wanted[name].is_name},
+        terms,
+        [term for key, term in wanted.items() if key not in said and not term.is_function],
+        [term for term in terms if term.key not in used and not term.is_function],
+    )
+
+
 def _of_run(
     stored: Question,
     wanted: Sentence,
@@ -145,14 +166,10 @@ def _of_run(
     language: Language,
     strictness: Strictness,
 ) -> Comparison:
-    said = {key for at in run for key in matched[at]}
-    used = {key for at in run for keys in matched[at].values() for key in keys}
-    terms = [term for at in run for term in asked.sentences[at].values()]
-    of_names = {key for at in run for name, keys in matched[at].items() if wanted[name].is_name for key in keys}
-    missing = [term for key, term in wanted.items() if key not in said and not term.is_function]
-    added = [term for term in terms if term.key not in used and not term.is_function]
-    missing = [term for term in missing if not term.senses & asked.asks_in]
-    added = [term for term in added if not term.senses & stored.asks_in]
+    shared = _shared(wanted, asked, run, matched)
+    terms, used, of_names = shared.terms, shared.used, shared.of_names
+    missing = [term for term in shared.missing if not term.senses & asked.asks_in]
+    added = [term for term in shared.added if not term.senses & stored.asks_in]
     total = sum(term.weight for term in wanted.values()) or 1.0
     asked_total = sum(term.weight for term in terms if term.key in used or not term.is_function) or 1.0
     lacks, more = _weight(missing), _weight(added)
@@ -178,8 +195,7 @@ def _of_run(
         or ("it says something else in its place" if both > strictness.both else None)
         or ("it turns it round" if _is_turned(stored, asked) else None)
     )
-    words = tuple(term.word for term in missing), tuple(term.word for term in added)
-    return Comparison(1 - lacks / total, more / asked_total, *words, differs)
+    return Comparison(1 - lacks / total, more / asked_total, _words(missing), _words(added), differs)
 
 
 def _asks_alone(question: Question, other: Question, terms: Iterable[Term]) -> float:
@@ -192,6 +208,10 @@ def _asks_alone(question: Question, other: Question, terms: Iterable[Term]) -> f
 def _is_short(wanted: Sentence) -> bool:
     """Whether a question names nothing and has few words, so that each of them counts."""
     return not any(term.is_name for term in wanted.values()) and len(wanted) <= FEW_WORDS
+
+
+def _words(terms: Sequence[Term]) -> tuple[str, ...]:
+    return tuple(term.word for term in terms)
 
 
 def _weight(terms: Sequence[Term]) -> float:
