@@ -10,8 +10,9 @@ K and V before it are the untouched model's, so their blocks keep vLLM's hashes 
 Hashes are chained: one extra key, in A's block, keeps that block and all later ones, of the prompt or generated, apart
 from untouched ones and from those of any other memory.
 
-If A's block is not full, nobody else has it, and the request goes back in place. Otherwise vLLM's own preemption gives
-it other blocks. A prompt that the same owner has asked about before is decided at once.
+Until the decision, nobody else gets the block of the prompt's last token, even if that fills it: where A lies in it,
+the request goes back in place. Otherwise vLLM's own preemption gives it other blocks. A prompt that the same owner has
+asked about before is decided at once.
 
 `--scheduler-cls inducekv_vllm.scheduler.memory_scheduler` selects it.
 """
@@ -24,7 +25,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from cachetools import LRUCache
@@ -86,6 +87,8 @@ class _MemoryRequests(Scheduler):
         config = InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig()
         self.asked: dict[str, _Asked] = {}  # by request id
         self.known: LRUCache[bytes, Decision] = LRUCache(config.decision_cache_entries)  # by `_identity`
+        coordinator: Any = self.kv_cache_manager.coordinator
+        coordinator.cache_blocks = partial(self._cache_blocks, coordinator.cache_blocks)
 
     # ---- the steps of a request, in their order ------------------------------------------------------------------
 
@@ -184,14 +187,14 @@ class _MemoryRequests(Scheduler):
     def go_back(self, request: Request, start: Start) -> None:
         """Let the request compute the positions from A on again, in blocks of its own; with LoRA, all of them."""
         assert start.redo_from is not None
-        num_full = len(request.block_hashes)
+        num_cached = (request.num_prompt_tokens - 1) // self.hash_block_size  # see `_cache_blocks`
         self._take_blocks(request, start)
         if request.status != RequestStatus.RUNNING:  # preempted meanwhile, in asynchronous scheduling
             request.drop_stale_output = True
         elif (
             start.adapter is None
             and len(self.kv_cache_config.kv_cache_groups) == 1
-            and start.redo_from // self.hash_block_size >= num_full
+            and start.redo_from // self.hash_block_size >= num_cached
         ):
             request.num_computed_tokens = start.redo_from
             request.num_output_placeholders = 0  # asynchronous scheduling: the dropped token's
@@ -221,6 +224,13 @@ class _MemoryRequests(Scheduler):
         _, _, first_active = key
         del request.block_hashes[first_active // self.hash_block_size :]  # vLLM's
         request.update_block_hashes()
+
+    def _cache_blocks(self, cache: Callable[[Request, int], None], request: Request, num_tokens: int) -> None:
+        """Cache a request's full blocks: that of the prompt's last token waits until it is known what is in it."""
+        asked = self.asked.get(request.request_id)
+        if asked is not None and asked.phase is _Phase.UNDECIDED:
+            num_tokens = min(num_tokens, request.num_prompt_tokens - 1)
+        cache(request, num_tokens)
 
     # ---- outputs -------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,10 @@ class RunnerTables(Protocol):
         """
         ...
 
+    def process_logits(self, request_id: str) -> None:
+        """From now on, a request's logits go through the logits processors, if it is in the batch."""
+        ...
+
     def switch_adapter(self, request_id: str, adapter: LoRARequest) -> None:
         """A request that was preempted resumes with this adapter. Call it before that step."""
         ...
@@ -98,6 +102,12 @@ class _V2Tables:
         states.total_len.stage_write_elem(at, int(states.prompt_len.np[at]))
         states.apply_staged_writes()
 
+    def process_logits(self, request_id: str) -> None:
+        """It calls processors in steps that have a request for them; one that joins the batch says so itself."""
+        at = self._runner.req_states.req_id_to_index.get(request_id)
+        if at is not None:
+            self._runner.sampler.needs_logits_processing[at] = True
+
     def switch_adapter(self, request_id: str, adapter: LoRARequest) -> None:
         """A request that resumes comes as a new one, with its adapter."""
 
@@ -135,6 +145,9 @@ class _V1Tables:
         state = self._runner.requests[request_id]
         if state.generator is not None:
             state.generator.manual_seed(state.sampling_params.seed)
+
+    def process_logits(self, request_id: str) -> None:
+        """They always do."""
 
     def switch_adapter(self, request_id: str, adapter: LoRARequest) -> None:
         self._runner.requests[request_id].lora_request = adapter

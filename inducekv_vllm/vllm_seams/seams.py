@@ -22,6 +22,7 @@ SEAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("scheduler_output", "model_runner_output"),
     "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": ("scheduler_output",),
     "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": ("request", "timestamp", "drop_stale_output"),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": ("request", "num_computed_tokens"),
     "vllm.v1.request:Request.get_skip_reading_prefix_cache": (),
     "vllm.v1.request:Request.update_block_hashes": (),
     "vllm.v1.worker.gpu_worker:Worker.load_model": (),
@@ -32,6 +33,7 @@ SEAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs": ("scheduler_output",),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs": ("scheduler_output",),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding": (),
+    "vllm.v1.sample.logits_processor:AdapterLogitsProcessor.apply": ("logits",),
     "vllm.v1.sample.logits_processor:AdapterLogitsProcessor.new_req_logits_processor": ("params",),
     "vllm.v1.worker.gpu.sample.logits_processor.interface:LogitsProcessor.apply": ("logits", "ctx"),
     "vllm.v1.attention.backends.registry:register_backend": ("backend", "class_path"),
@@ -45,7 +47,8 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
         *("num_prompt_tokens", "skip_reading_prefix_cache", "spec_token_ids", "status"),
     ),
     "vllm.v1.core.sched.scheduler:Scheduler": (
-        *("encoder_cache_mismatch_reqs", "hash_block_size", "kv_cache_config", "requests", "running", "vllm_config"),
+        *("encoder_cache_mismatch_reqs", "hash_block_size", "kv_cache_config", "kv_cache_manager", "requests"),
+        *("running", "vllm_config"),
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         *("finished_req_ids", "num_scheduled_tokens", "preempted_req_ids", "scheduled_cached_reqs"),
@@ -71,7 +74,7 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
         *("apply_staged_writes", "num_computed_tokens", "prompt_len", "req_id_to_index", "total_len"),
     ),
     "vllm.v1.worker.gpu.input_batch:InputBatch": ("num_computed_tokens_np", "num_scheduled_tokens", "req_ids"),
-    "vllm.v1.worker.gpu.sample.sampler:Sampler": ("penalties_state",),
+    "vllm.v1.worker.gpu.sample.sampler:Sampler": ("needs_logits_processing", "penalties_state"),
     "vllm.v1.worker.gpu.sample.penalties:PenaltiesState": ("output_bin_counts", "use_penalty"),
 }
 OPEN: Final = ("vllm.v1.core.sched.output:SchedulerOutput", "vllm.v1.outputs:ModelRunnerOutput")

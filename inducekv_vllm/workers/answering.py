@@ -1,7 +1,8 @@
 """Stored answers said token by token, as vLLM's logits processors.
 
 They change the rows of requests whose fact was found, and no others. The worker tells them by the request's own
-sampling parameters, which vLLM hands to a processor with each request, to both model runners.
+sampling parameters, which vLLM hands to a processor with each request, to both model runners. In a step without such a
+request they cost nothing: the V2 runner calls none.
 
 Shapes: R rows, V vocabulary, T tokens of an answer.
 """
@@ -65,6 +66,14 @@ class AnswerOnHost(AdapterLogitsProcessor):
 
         return follow
 
+    def apply(self, logits: Tensor) -> Tensor:
+        """Write the rows that change alone: vLLM's own writes every row that may."""
+        for row, follow in self.req_info.items():
+            before = logits[row]
+            if (after := follow(before)) is not before:
+                logits[row] = after
+        return logits
+
 
 class AnswerOnDevice(LogitsProcessor):
     """For the V2 model runner, which keeps generated tokens on the device: the host does not know them in time."""
@@ -75,12 +84,12 @@ class AnswerOnDevice(LogitsProcessor):
         self._on_device: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # answers, also as tensors [T] int64
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Whether it has an answer now; of one that is found later the runner hears (`RunnerTables.process_logits`)."""
         self._params.pop(req_idx, None)
         self._on_device.pop(req_idx, None)
-        if not _may_have_answer(sampling_params):
-            return False
-        self._params[req_idx] = sampling_params
-        return True
+        if _may_have_answer(sampling_params):
+            self._params[req_idx] = sampling_params
+        return _answer_of(sampling_params) is not None
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         for row, slot in enumerate(ctx.idx_mapping_np.tolist()):  # without drafts, a request has one row

@@ -7,8 +7,7 @@
     attached      the decisions leave with the step's output
 
 To join the pass takes one rank, because others could not wait for the first one's decision in the middle of it, and a
-pass outside a CUDA graph, because a replayed graph calls nothing. And the last prompt token must not end a block of the
-KV cache: the scheduler has shared the prompt's full blocks before the decision.
+pass outside a CUDA graph, because a replayed graph calls nothing.
 
 A decision that raises, whatever it raises, ends its own request with an error.
 """
@@ -119,17 +118,17 @@ class Decisions:
         placeholders: Collection[int],
         *,
         is_alone: bool,
-        block_size: int | None,
+        may_join: bool,
     ) -> None:
         """
         Args:
             deciding: on the first rank; None on the others, which only help it to read the prompts.
             placeholders: the ids of tokens that stand for media.
             is_alone: whether this rank is the only one. Others would not hear in time of what is decided early.
-            block_size: tokens of a KV-cache block; None if nothing can be decided in a forward pass.
+            may_join: whether memory may join a forward pass: the KV cache has one group.
         """
         self._requests, self._prompts, self._deciding = requests, prompts, deciding
-        self._attention, self._placeholders, self._block_size = attention, frozenset(placeholders), block_size
+        self._attention, self._placeholders, self._may_join = attention, frozenset(placeholders), may_join
         self._is_alone = is_alone
 
     def close(self) -> None:
@@ -145,17 +144,13 @@ class Decisions:
         """
         if self._deciding is None or not self._is_alone:
             return
-        block_size = self._block_size if rows.graph_rows is None else None
+        may_join = self._may_join and rows.graph_rows is None
         by_layer = defaultdict[int, list[WorkerRequest]](list)
         for request in self._completing(rows):
             if self._needs_words_alone(request):
                 decision = replace(self._deciding.decide(request), same_pass=True)
                 request.decision = self._taken_up(request, decision)
-            elif (
-                block_size is not None
-                and len(request.prompt) % block_size
-                and (layer := _deciding_layer(request)) is not None
-            ):
+            elif may_join and (layer := _deciding_layer(request)) is not None:
                 by_layer[layer].append(request)
         for layer, requests in by_layer.items():
             self._attention.decide_in(layer, partial(self._decide_in, layer, requests, rows))

@@ -124,7 +124,12 @@ class MemoryWorker(Worker):
             shape.nbytes(dtype) / 2**20,
         )
         slots = Slots(num_slots, lambda memory: self.attention.fill(memory))
-        self.requests = WorkerRequests(slots, self.resident.__getitem__, self.resident.release)
+        self.requests = WorkerRequests(
+            slots,
+            self.resident.__getitem__,
+            self.resident.release,
+            lambda request_id: self._runner.process_logits(request_id),
+        )
         self.attention = self.make_attention(num_slots, self.settings.memory_request_entries)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -143,7 +148,6 @@ class MemoryWorker(Worker):
             self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._all_heads, self._device
         )
         is_first, is_alone = get_tensor_model_parallel_rank() == 0, get_tensor_model_parallel_world_size() == 1
-        caches = kv_cache_config.kv_cache_groups
         self.decisions = Decisions(
             self.requests,
             prompts,
@@ -151,7 +155,7 @@ class MemoryWorker(Worker):
             self.attention,
             placeholders,
             is_alone=is_alone,
-            block_size=caches[0].kv_cache_spec.block_size if is_alone and len(caches) == 1 else None,
+            may_join=is_alone and len(kv_cache_config.kv_cache_groups) == 1,
         )
 
     def _all_heads(self, features: Tensor) -> Tensor:

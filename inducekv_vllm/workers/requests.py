@@ -131,15 +131,17 @@ class WorkerRequests:
         slots: Slots,
         resident: Callable[[str], ResidentBundle],
         release: Callable[[Region], object] = Region.release,
+        has_answer: Callable[[str], object] = lambda request_id: None,
     ) -> None:
         """
         Args:
             resident: the bundle of a digest, which is loaded.
             release: drops a request's reference to its bundle's region. A step waits for it.
+            has_answer: hears of a request whose next tokens are those of an answer.
         """
         self.slots = slots
         self.by_id: dict[str, WorkerRequest] = {}
-        self._resident, self._release = resident, release
+        self._resident, self._release, self._has_answer = resident, release, has_answer
 
     def follow(self, scheduled: SchedulerOutput, runner: RunnerTables) -> None:
         """Follow the schedule of a step."""
@@ -166,6 +168,7 @@ class WorkerRequests:
         """From its next rows on, the request reads the memory and says the answer that was decided."""
         if decided.answer is not None:
             request.follow(decided.answer)
+            self._has_answer(request.id)
         if decided.injection is not None:
             self._inject(request, decided.injection)
 

@@ -29,6 +29,7 @@ from inducekv_vllm.attention.memory_attention import MemoryAttention
 from inducekv_vllm.attention.slots import ActingRows
 from inducekv_vllm.plugin import FLASH_BACKEND
 from inducekv_vllm.vllm_seams.runner import StepRows
+from inducekv_vllm.workers.answering import AnswerOnDevice
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 from tests.engine.interpreter import hasten
 
@@ -42,6 +43,7 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         hasten()
+        count_processed()
         super().__init__(*args, **kwargs)
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
@@ -76,10 +78,21 @@ class KernelsAroundFlashAttention(KernelsAroundCPUAttention):
         super().__init__(*args, **kwargs)
 
 
-CALLS = dict.fromkeys(("twin", "graphs", "lse"), 0)
+CALLS = dict.fromkeys(("twin", "graphs", "lse", "processed"), 0)
 KERNEL_CALLS = 8  # of each test; the interpreter takes up to a second for each
 STEPS_BY_KERNELS: dict[str, set[Any]] = {}  # by test
 LAYERS: list[int] = []
+
+
+def count_processed() -> None:
+    """Count the steps in which the V2 runner calls logits processors."""
+
+    def counted(self: AnswerOnDevice, logits: Tensor, ctx: Any) -> Tensor:
+        CALLS["processed"] += 1
+        return apply(self, logits, ctx)
+
+    apply = AnswerOnDevice.apply
+    AnswerOnDevice.apply = counted  # type: ignore[method-assign]
 
 
 def some_by_kernels(

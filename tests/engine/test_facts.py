@@ -71,6 +71,20 @@ def test_facts_alone(facts: Facts) -> None:
             assert tuple(answer.output.outputs[0].token_ids[: len(stored)]) == stored
 
 
+@pytest.mark.skipif(WORKER_VARIABLE not in os.environ, reason="vLLM's V1 runner calls processors in every step")
+def test_answers_alone_process_logits(facts: Facts) -> None:
+    """A step whose requests have no answer is the untouched model's."""
+    llm = facts.served.offline.llm
+    facts.teach("alone", [fact(city, id=f"p/{city}") for city in CITIES])
+    for source in ("computed", "cached"):
+        for question, is_found in ((asked("Milan"), False), (asked("Oslo"), True)):
+            before = llm.collective_rpc("inducekv_calls")[0]["processed"]
+            (answer,) = facts.check("alone", [question])
+            assert answer.decision is not None
+            assert (answer.decision.fact is not None, answer.decision.source) == (is_found, source)
+            assert (llm.collective_rpc("inducekv_calls")[0]["processed"] > before) == is_found
+
+
 def test_a_fact_is_forgotten(facts: Facts, tmp_path: Path) -> None:
     served = facts.served
     facts.teach("all", [fact(city) for city in CITIES])

@@ -148,10 +148,12 @@ FOUND = Decision(Untouched(), fact=FactFound(3, 0.98, (7, 8)))
         (opened(99), 100, [100, 1, 1, 1, 1, 1, 1], "in place"),
         (opened(70), 100, [100, 36, 1, 1, 1, 1, 1], "other blocks"),  # two blocks of the prompt are found in the cache
         (opened(0), 100, [100, 100, 1, 1, 1, 1, 1], "other blocks"),
-        (opened(95), 96, [96, 32, 1, 1, 1, 1, 1], "other blocks"),  # the last block is full: others may have it
+        (opened(95), 96, [96, 1, 1, 1, 1, 1, 1], "in place"),  # the last block is full, and nobody else has it yet
+        (opened(70), 96, [96, 26, 1, 1, 1, 1, 1], "in place"),
+        (opened(63), 96, [96, 64, 1, 1, 1, 1, 1], "other blocks"),
         (replace(opened(99), same_pass=True), 100, [100, 1, 1, 1, 1, 1], None),
         (FOUND, 100, [100, 1, 1, 1, 1, 1, 1], "in place"),
-        (FOUND, 96, [96, 32, 1, 1, 1, 1, 1], "other blocks"),
+        (FOUND, 96, [96, 1, 1, 1, 1, 1, 1], "in place"),
         (replace(FOUND, same_pass=True), 100, [100, 1, 1, 1, 1, 1], None),
         (replace(opened(70), fact=FOUND.fact), 100, [100, 36, 1, 1, 1, 1, 1], "other blocks"),
     ],
@@ -177,6 +179,22 @@ def test_a_request_goes_back_once_and_others_go_on(
     assert request._block_hasher is not None
     assert list(request.block_hashes) == request._block_hasher(fresh)
     assert request.num_output_placeholders == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("decision", "shared"),
+    [(CLOSED, 96), (opened(95), 64), (replace(opened(95), same_pass=True), 64), (opened(70), 64), (opened(63), 64)],
+)
+def test_a_full_last_block_is_shared_once_it_is_known_what_is_in_it(
+    decision: Decision, shared: int, is_async: bool
+) -> None:
+    engine = Engine(is_async)
+    engine.add("m", PROMPT[:96], decision)
+    engine.drain()
+    engine.add("untouched", PROMPT)
+    engine.drain()
+    assert next(step["untouched"] for step in engine.steps if "untouched" in step) == 100 - shared
 
 
 @pytest.mark.parametrize("is_async", [False, True])
