@@ -142,7 +142,7 @@ class Decisions:
 
         Either is of a prompt that the step completes.
         """
-        if self._deciding is None or not self._is_alone:
+        if self._deciding is None or not self._is_alone or not self._requests.any_undecided:
             return
         may_join = self._may_join and rows.graph_rows is None
         by_layer = defaultdict[int, list[WorkerRequest]](list)
@@ -161,6 +161,8 @@ class Decisions:
         Args:
             final_hidden: the step's final hidden states [rows, d] by their number.
         """
+        if not self._requests.any_undecided:
+            return
         hidden, starts = None, rows.starts
         for number, request_id in enumerate(rows.request_ids):
             if (request := self._undecided(request_id)) is not None and request.needs_key:

@@ -143,6 +143,11 @@ class WorkerRequests:
         self.by_id: dict[str, WorkerRequest] = {}
         self._resident, self._release, self._has_answer = resident, release, has_answer
 
+    @property
+    def any_undecided(self) -> bool:
+        """Few steps have such a request: the others are spared a look at each of their rows."""
+        return any(request.phase is Phase.UNDECIDED for request in self.by_id.values())
+
     def follow(self, scheduled: SchedulerOutput, runner: RunnerTables) -> None:
         """Follow the schedule of a step."""
         for request_id in scheduled.finished_req_ids:
