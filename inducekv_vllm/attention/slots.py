@@ -1,6 +1,8 @@
 """Memory slots: what one memory with one set of weights is read from, by all requests that have both.
 
-Slots are keyed by content, so the samples of one request (`n > 1`) and requests that repeat a prompt share a slot.
+Slots are keyed by content, so the samples of one request (`n > 1`), all requests of a task whose memory is trained, and
+requests that repeat a prompt share a slot. A slot that nobody holds keeps what it has until another memory needs it:
+the next request of its task writes nothing.
 
 Shapes: see the package; k entries of m tokens and r rows of a map in a slot.
 """
@@ -11,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import ref
 
 import numpy as np
 import torch
@@ -157,20 +160,29 @@ class _Held:
     references: int = 0
 
 
+@dataclass(frozen=True)
+class _Idle:
+    """A slot that nobody holds, and whose memory it still has."""
+
+    slot: int
+    bundle: ref[ResidentBundle]  # it does not keep an unloaded bundle
+
+
 class Slots:
     """Slots 1..capacity, with reference counts by content."""
 
     def __init__(self, capacity: int, fill: Callable[[RequestMemory], object]) -> None:
         """
         Args:
-            fill: is called with what a slot reads, once its requests are about to run.
+            fill: is called with what a slot reads, once its requests are about to run and the slot has something else.
         """
         if capacity < 1:
             raise ValueError(f"slots need a capacity of at least 1, found {capacity}")
         self.capacity = capacity
         self._fill = fill
-        self._free = list(range(capacity, NO_MEMORY, -1))
+        self._empty = list(range(capacity, NO_MEMORY, -1))
         self._held: dict[str, _Held] = {}  # by content
+        self._idle: dict[str, _Idle] = {}  # by content, the longest idle first
 
     @property
     def used(self) -> int:
@@ -183,12 +195,7 @@ class Slots:
             CapacityError: no slot is free. Nothing changes.
         """
         if (held := self._held.get(content)) is None:
-            if not self._free:
-                raise CapacityError(f"all {self.capacity} memory slots are in use")
-            held = _Held(RequestMemory.of(bundle, terms, self._free[-1]))
-            self._fill(held.memory)
-            self._free.pop()
-            self._held[content] = held
+            held = self._held[content] = _Held(self._take(content, bundle, terms))
         held.references += 1
         return held.memory
 
@@ -198,7 +205,23 @@ class Slots:
         held.references -= 1
         if not held.references:
             del self._held[content]
-            self._free.append(held.memory.slot)
+            self._idle[content] = _Idle(held.memory.slot, ref(held.memory.bundle))
+
+    def _take(self, content: str, bundle: ResidentBundle, terms: EntryTerms) -> RequestMemory:
+        """A free slot that has this memory: as it is, empty, or the longest idle one."""
+        idle = self._idle.pop(content, None)
+        if idle is not None and idle.bundle() is bundle:
+            return RequestMemory.of(bundle, terms, idle.slot)
+        if idle is not None:
+            self._empty.append(idle.slot)
+        if not self._empty:
+            if not self._idle:
+                raise CapacityError(f"all {self.capacity} memory slots are in use")
+            self._empty.append(self._idle.pop(next(iter(self._idle))).slot)
+        memory = RequestMemory.of(bundle, terms, self._empty[-1])
+        self._fill(memory)
+        self._empty.pop()
+        return memory
 
 
 def _spread(terms: FloatArray, per_entry: int, neutral: float) -> Tensor | None:
