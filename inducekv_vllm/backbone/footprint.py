@@ -111,10 +111,16 @@ def text_geometry(config: Mapping[str, Any]) -> TextGeometry:
     """Read the geometry from a parsed `config.json`.
 
     Raises:
-        UnsupportedModel: a size is missing or not a positive whole number. Some wrapper configurations rely on defaults
-            in remote code (DeepSeek-VL2 base does); these are not guessed.
+        UnsupportedModel: a size is missing or not a positive whole number, or differs between layers. Some wrapper
+            configurations rely on defaults in remote code (DeepSeek-VL2 base does); these are not guessed.
     """
     text = text_config(config)
+    for layer, own in (text.get("per_layer_config") or {}).items():  # as transformers has those of Gemma 4
+        for name in ("head_dim", "num_key_value_heads"):
+            if name in own and own[name] != text.get(name):
+                raise UnsupportedModel(
+                    f"memory needs one {name} in all layers, found {text.get(name)}, and {own[name]} in layer {layer}"
+                )
     hidden_size = size(text, "hidden_size")
     heads = size(text, "num_attention_heads")
     num_kv_heads = size(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads

@@ -138,7 +138,7 @@ def require_trainable_attention(network: Any, name: str) -> None:
             raise UnsupportedModel(
                 f"{name}: multi-head latent attention (MLA) keeps no keys and values per head, which memory consists of"
             )
-        if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
+        if getattr(attention, "k_proj", None) is None or getattr(attention, "v_proj", None) is None:
             raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")
 
 

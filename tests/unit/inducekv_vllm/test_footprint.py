@@ -66,6 +66,15 @@ def test_sizes_are_not_guessed(value: Any) -> None:
         text_geometry(config)
 
 
+def test_layers_of_different_sizes() -> None:
+    """Gemma 4's file has the size of its global heads under another name."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    config = {"model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"], **sizes}
+    with pytest.raises(UnsupportedModel, match="one head_dim in all layers, found 16, and 512 in layer 1"):
+        text_geometry(config)
+    assert text_geometry({**config, "global_head_dim": 16}).head_dim == 16
+
+
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(UnsupportedModel, match="cannot read"):
