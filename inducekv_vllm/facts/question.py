@@ -134,10 +134,13 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
         is_name = word.is_capital and has_case and (at > 0 or is_first) and word.text not in language.capital_words
         if language.capitalises_nouns:
             is_name = is_name and not in_word and not language.is_common(stem)
-        if is_function and not is_name and not in_phrase:
+        begins_title = at == 0 and is_function and word.is_capital and has_case and _begins_name(words)
+        if is_function and not is_name and not in_phrase and not begins_title:
             continue
         is_exact = is_number(word.text) or not any(map(str.isalnum, word.text))
         weight = LEAST_WEIGHT if is_function else language.weight(stem)
+        if begins_title and not in_phrase:
+            weight = 0.0  # as the first word of a sentence it may be no part of the name
         if is_name or is_exact:
             weight = max(weight, NAME_WEIGHT)
         senses_of = in_word | in_phrase
@@ -153,7 +156,7 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
 
 def _begins_name(words: Sequence[Word]) -> bool:
     """Whether the first word of a sentence belongs to a name: another capital letter or a possessive s follows."""
-    return words[1].is_capital or words[1].text == "s"
+    return len(words) > 1 and (words[1].is_capital or words[1].text == "s")
 
 
 def _senses(stems: Sequence[str], language: Language) -> list[tuple[frozenset[int], frozenset[int]]]:
