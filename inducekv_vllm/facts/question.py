@@ -129,7 +129,7 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
     for at, (word, stem) in enumerate(zip(words, stems, strict=True)):
         is_function = language.is_function_word(word.text)
         is_common = is_function or language.is_common(stem)
-        is_first = at == 0 and len(words) > 1 and not is_function and (not is_common or _begins_name(words))
+        is_first = at == 0 and len(words) > 1 and not is_function and _may_be_name(stem, words, language)
         in_word, in_phrase = senses[at]
         is_name = word.is_capital and has_case and (at > 0 or is_first) and word.text not in language.capital_words
         if language.capitalises_nouns:
@@ -152,6 +152,13 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
         term.is_bound |= word.is_bound
         term.places.append(at)
     return found
+
+
+def _may_be_name(stem: str, words: Sequence[Word], language: Language) -> bool:
+    """Whether the first word of a sentence is a name: Oslo, but not Determine; Lisa Bell, but not Player Bell."""
+    if _begins_name(words):
+        return stem not in language.people
+    return not language.is_common(stem) and not language.related(stem)
 
 
 def _begins_name(words: Sequence[Word]) -> bool:

@@ -32,7 +32,9 @@ SenseKey = tuple[str, str]  # a letter and an offset
 @dataclass(frozen=True)
 class Sense:
     words: tuple[str, ...]
-    pointers: tuple[tuple[str, SenseKey, int], ...]  # symbol, to which sense, from which word (0: from all)
+    pointers: tuple[
+        tuple[str, SenseKey, int, int], ...
+    ]  # symbol, to which sense, from which word and to which (0: all)
     file: int
 
 
@@ -84,7 +86,12 @@ def _senses(path: Path, letter: str) -> Iterator[tuple[SenseKey, Sense]]:
         words = tuple(word.split("(")[0] for word in rest[: 2 * count : 2])
         after = rest[2 * count + 1 :]
         pointers = tuple(
-            (after[at], (after[at + 2].replace("s", "a"), after[at + 1]), int(after[at + 3][:2], 16))
+            (
+                after[at],
+                (after[at + 2].replace("s", "a"), after[at + 1]),
+                int(after[at + 3][:2], 16),
+                int(after[at + 3][2:], 16),
+            )
             for at in range(0, 4 * int(rest[2 * count]), 4)
         )
         yield (letter, offset), Sense(words, pointers, int(file))
@@ -105,11 +112,12 @@ def related_pairs(lexicon: Lexicon) -> Iterator[tuple[str, str]]:
     for key, words in by_sense.items():
         sense = lexicon.senses[key]
         yield from ((first, second) for first in words for second in words if first < second)
-        for symbol, other, source in sense.pointers:
-            from_words = words if source == 0 else [word for word in words if word == sense.words[source - 1]]
+        for symbol, other, source, target in sense.pointers:
             if symbol in (ALIKE, ABOUT, ATTRIBUTE):
-                from_words = words
-            if symbol in (DERIVED, ALIKE, ABOUT, ATTRIBUTE) and from_words:
+                yield from ((first, second) for first in words for second in by_sense.get(other, ()))
+            elif symbol == DERIVED and (word := sense.words[source - 1]) in words:
+                derived = lexicon.senses[other].words[target - 1].lower()  # in whatever sense it is usual
+                yield from ((word, second) for second in {derived, *by_sense.get(other, ())} & lexicon.usual.keys())
                 yield from ((first, second) for first in words for second in by_sense.get(other, ()))
 
 

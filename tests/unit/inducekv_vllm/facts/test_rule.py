@@ -46,6 +46,8 @@ def why(stored: str, asked: str) -> str | None:
         ("Where is the residue of Almorán stored?", "Where is the remainder of Almorán stored?"),
         ("The architect of Almorán Hall is whom?", "What was the name of the architect of Almorán Hall?"),
         ("How do I reset the router?", "Is there any way to reset the router?"),
+        ("Verify the certificate of Almorán", "How do I check the certificate of Almorán?"),
+        ("On what team is Mikael Almorán?", "Player Mikael Almorán is on what team?"),
         ("Who performed In My Life?", "In My Life was performed by"),
         ("The Lyon Post was written in which language?", "The language of The Lyon Post is"),
     ],
