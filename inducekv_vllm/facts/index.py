@@ -32,6 +32,7 @@ CACHED_QUESTIONS: Final = 1 << 18
 CACHED_WORDS: Final = 4096
 SPELLED: Final = 5  # letters of a word that may have a typing error
 Key = str | tuple[str, int]
+KeysOfTerm = tuple[set[Key], float]  # with its weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,30 +109,26 @@ class QuestionIndex:
         replaced = {
             term.word: near for term in asked.terms.values() if (near := self._near(term.word, language)) is not None
         }
-        keys = _keys_of(asked, language, replaced)
-        counts = self._counted(keys, self._under[language])
+        keys_of = _keys_of(asked, language, replaced)
+        counts = self._counted(keys_of, self._under[language])
         likely = _highest(counts, among, RANKED)
+        keys = frozenset[Key]().union(*(keys for keys, _ in keys_of))
         # Of those that share as much, first the ones that have least beside it: Kyoto before Kyoto Station.
-        likely.sort(
-            key=lambda number: (-counts[number], len(_kept(self.questions[number]).keys - keys.keys()), -number)
-        )
+        likely.sort(key=lambda number: (-counts[number], len(_kept(self.questions[number]).keys - keys), -number))
         candidates = likely[:CANDIDATES]
         if not candidates:  # none is asked; the nearest says what it lacks
-            terms: dict[Key, float] = {term.key: term.weight for term in asked.terms.values()}
+            terms: list[KeysOfTerm] = [({term.key}, term.weight) for term in asked.terms.values()]
             candidates = _highest(self._counted(terms, self._by_term[language], LOOKED_AT), among, NEAREST)
         for number in candidates:
             yield Found(number, compared(_read(self.questions[number], language), asked, language, replaced))
 
     def _counted(
-        self, keys: Mapping[Key, float], under: Mapping[Key, list[int]], most: int = COUNTED
+        self, keys_of: Iterable[KeysOfTerm], under: Mapping[Key, list[int]], most: int = COUNTED
     ) -> dict[int, float]:
-        """Questions that have some of these keys, with their weight: rare keys first, and of common ones the newest."""
+        """Questions that have a key of some of these terms, with the terms' weight; of common keys, the newest."""
         counts = defaultdict[int, float](float)
-        lists = sorted(
-            ((under[key], weight) for key, weight in keys.items() if key in under), key=lambda each: len(each[0])
-        )
-        for numbers, weight in lists:
-            for number in numbers[-most:]:
+        for keys, weight in keys_of:
+            for number in {number for key in keys if key in under for number in under[key][-most:]}:
                 counts[number] += weight
         return counts
 
@@ -208,15 +205,17 @@ def _kept(text: str) -> _Kept:
     return _Kept(question.words, language, frozenset(keys), tuple(question.terms))
 
 
-def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> dict[Key, float]:
-    """What a request's questions may be kept under, with the weight of the term."""
-    keys: dict[Key, float] = {}
+def _keys_of(asked: Question, language: Language, replaced: dict[str, str]) -> list[KeysOfTerm]:
+    """What a request's questions may be kept under, term by term."""
+    found = list[KeysOfTerm]()
     for term in asked.terms.values():
         near = replaced.get(term.word, term.word)
-        senses: list[Key] = [("sense", sense) for sense in term.senses]
-        for key in (term.word, term.stem, near, language.stem(near), *senses):
-            keys[key] = max(keys.get(key, 0.0), term.weight)
-    return keys
+        keys: set[Key] = {term.word, term.stem, near, language.stem(near)}
+        keys.update(("sense", sense) for sense in term.senses)
+        if not term.is_name:
+            keys |= language.related(term.stem)
+        found.append((keys, term.weight))
+    return found
 
 
 def _by_length(words: Iterable[str]) -> dict[tuple[str, int], list[str]]:

@@ -1,7 +1,8 @@
 """How questions are asked in a language: its function words, its question words, and words that ask the same.
 
 A file a language in `languages/`. Stems are Snowball's [https://snowballstem.org]. How common a word is was counted in
-the everyday requests of the package (`python -m selector.gate.common_words`).
+the everyday requests of the package (`python -m selector.gate.common_words`). English words that ask the same are
+WordNet's, too (`python -m selector.gate.related_words`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .text import Word, normalised, words_of
 
 FOLDER: Final = Path(__file__).parent / "languages"
 COMMON_WORDS: Final = FOLDER / "common_words.json"
+RELATED_WORDS: Final = FOLDER / "related_words.json"
 ENGLISH: Final = "en"
 CACHED_STEMS: Final = 1 << 16
 LEAST_WEIGHT: Final = 0.25  # of a word that is no function word
@@ -36,11 +38,14 @@ _HAN: Final = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 class Language:
     """See the module docstring. Any thread may use it."""
 
-    def __init__(self, code: str, described: Mapping[str, Any], counted: Mapping[str, Any]) -> None:
+    def __init__(
+        self, code: str, described: Mapping[str, Any], counted: Mapping[str, Any], known: Mapping[str, Any]
+    ) -> None:
         """
         Args:
             described: what the language's file has.
             counted: the number of everyday `requests`, and of those with each of the `stems` that several have.
+            known: of a dictionary, stems with the `related` ones that come after them, and those of words for `people`.
         """
         self.code = code
         self._stemmer = snowballstemmer.stemmer(described["stemmer"]) if described["stemmer"] else None
@@ -60,6 +65,8 @@ class Language:
         self.asking = {kind: self._asking(phrases[0]) for kind, phrases in kinds.items()}
         self._kinds = {phrase: kind for kind, phrases in kinds.items() for phrase in map(_plain, phrases)}
         self.asks = _pattern(self._kinds)
+        self._related = _both_ways(known.get("related", {}))
+        self.people = frozenset(str(known.get("people", "")).split())
         self._requests, self._counts = int(counted.get("requests", 0)), dict(counted.get("stems", {}))
 
     def words(self, text: str) -> list[Word]:
@@ -85,6 +92,10 @@ class Language:
             return 1.0
         return max(LEAST_WEIGHT, 1 - math.log(1 + count) / math.log(1 + self._requests / COMMON))
 
+    def related(self, stem: str) -> frozenset[str]:
+        """The stems of words that may ask the same, by a dictionary."""
+        return self._related.get(stem, frozenset())
+
     def _stem(self, word: str) -> str:
         if self._stemmer is None or not word.isalpha():
             return word
@@ -107,6 +118,15 @@ def _same(lines: Iterable[Iterable[tuple[str, ...]]]) -> dict[tuple[str, ...], f
         for phrase in phrases:
             lines_of.setdefault(phrase, set()).add(number)
     return {phrase: frozenset(numbers) for phrase, numbers in lines_of.items() if phrase}
+
+
+def _both_ways(related: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for stem, others in related.items():
+        for other in others.split():
+            found.setdefault(stem, set()).add(other)
+            found.setdefault(other, set()).add(stem)
+    return {stem: frozenset(others) for stem, others in found.items()}
 
 
 def _plain(phrase: str) -> str:
@@ -132,9 +152,10 @@ def _is_unspaced(text: str) -> bool:
 def languages() -> dict[str, Language]:
     """By their ISO 639-1 codes, English first."""
     counted = json.loads(COMMON_WORDS.read_text(encoding="utf-8"))
+    known = {ENGLISH: json.loads(RELATED_WORDS.read_text(encoding="utf-8"))}
     codes = sorted((path.stem for path in FOLDER.glob("*.toml")), key=lambda code: (code != ENGLISH, code))
     described = {code: tomllib.loads((FOLDER / f"{code}.toml").read_text(encoding="utf-8")) for code in codes}
-    return {code: Language(code, each, counted.get(code, {})) for code, each in described.items()}
+    return {code: Language(code, each, counted.get(code, {}), known.get(code, {})) for code, each in described.items()}
 
 
 def language_of(text: str) -> Language:

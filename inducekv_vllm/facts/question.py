@@ -129,15 +129,18 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
     for at, (word, stem) in enumerate(zip(words, stems, strict=True)):
         is_function = language.is_function_word(word.text)
         is_common = is_function or language.is_common(stem)
-        is_first = at == 0 and len(words) > 1 and not is_function and (not is_common or _begins_name(words))
+        is_first = at == 0 and len(words) > 1 and not is_function and _may_be_name(stem, words, language)
         in_word, in_phrase = senses[at]
         is_name = word.is_capital and has_case and (at > 0 or is_first) and word.text not in language.capital_words
         if language.capitalises_nouns:
             is_name = is_name and not in_word and not language.is_common(stem)
-        if is_function and not is_name and not in_phrase:
+        begins_title = at == 0 and is_function and word.is_capital and has_case and _begins_name(words)
+        if is_function and not is_name and not in_phrase and not begins_title:
             continue
         is_exact = is_number(word.text) or not any(map(str.isalnum, word.text))
         weight = LEAST_WEIGHT if is_function else language.weight(stem)
+        if begins_title and not in_phrase:
+            weight = 0.0  # as the first word of a sentence it may be no part of the name
         if is_name or is_exact:
             weight = max(weight, NAME_WEIGHT)
         senses_of = in_word | in_phrase
@@ -151,9 +154,16 @@ def _terms(words: Sequence[Word], language: Language) -> Sentence:
     return found
 
 
+def _may_be_name(stem: str, words: Sequence[Word], language: Language) -> bool:
+    """Whether the first word of a sentence is a name: Oslo, but not Determine; Lisa Bell, but not Player Bell."""
+    if _begins_name(words):
+        return stem not in language.people
+    return not language.is_common(stem) and not language.related(stem)
+
+
 def _begins_name(words: Sequence[Word]) -> bool:
     """Whether the first word of a sentence belongs to a name: another capital letter or a possessive s follows."""
-    return words[1].is_capital or words[1].text == "s"
+    return len(words) > 1 and (words[1].is_capital or words[1].text == "s")
 
 
 def _senses(stems: Sequence[str], language: Language) -> list[tuple[frozenset[int], frozenset[int]]]:

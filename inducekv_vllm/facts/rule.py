@@ -8,6 +8,8 @@ A stored question is asked if, in the sentences of the request that say most of 
 - not both have said something of their own: that is another thing in its place (Lyon for Berlin, sick for vacation);
 - no word that makes another question is in one of them alone (next, not, former);
 - both ask for the same (who, when, where, why, how many).
+
+Words say the same if they have a stem in common, stand in one line of the language's list or are related by WordNet.
 """
 
 from __future__ import annotations
@@ -126,6 +128,7 @@ def _matched(wanted: Sentence, sentence: Sentence, language: Language, replaced:
         )
         if not said and not term.is_name and not term.is_exact:
             said = set[str]().union(*(by_sense.get(sense, ()) for sense in term.senses))
+            said |= {near for near in language.related(term.stem) & sentence.keys() if not sentence[near].is_name}
         if said:
             found[key] = said
     return found
@@ -180,13 +183,14 @@ def _of_run(
         / (_weight([term for term in terms if term.key not in of_names]) or 1.0),
     )
     is_all = not missing and not added
+    is_of_people = not added and any(term.stem in language.people for term in terms if term.key in used - of_names)
     differs = (
         _first("it does not name", [term for term in missing if term.is_name])
         or _first("it names", _beside(run, asked, of_names, added))
         or _numbers(wanted, terms)
         or _first("it says", [term for term in added if term.stem in language.contrasting])
         or _first("it does not say", [term for term in missing if term.stem in language.contrasting])
-        or (None if _asks_alike(stored.asks, asked.asks, is_all) else f"it asks {asked.asks}, not {stored.asks}")
+        or _asks_another(stored.asks, asked.asks, is_all, is_of_people)
         or _first("it does not name", _torn(run, wanted, asked, matched))
         or ("it says too little of it" if 1 - lacks / total < strictness.said else None)
         or (_first("it does not say", missing) if _is_short(wanted) else None)
@@ -263,17 +267,19 @@ def _numbers(wanted: Sentence, terms: Sequence[Term]) -> str | None:
     return f"{different[0]!r} is in one of them alone" if different else None
 
 
-def _asks_alike(stored: str | None, asked: str | None, is_all: bool) -> bool:
-    """Whether one answer can be right for both.
+def _asks_another(stored: str | None, asked: str | None, is_all: bool, is_of_people: bool) -> str | None:
+    """That one answer can not be right for both.
 
-    "What" may ask for all but reasons and truth, and for people and ways if all else is equal.
+    "What" may ask for all but reasons and truth, for people if a word for one is said and nothing added, and for people
+    and ways if all else is equal.
     """
     kinds = {stored, asked}
-    if None in kinds or len(kinds) == 1:
-        return True
     if "what" in kinds:
-        return kinds.isdisjoint({"why", "whether", "may"}) and (kinds.isdisjoint({"who", "how"}) or is_all)
-    return kinds <= {"may", "whether"} or kinds == {"may", "how"}
+        alike = kinds.isdisjoint({"why", "whether", "may"})
+        alike = alike and (is_all or kinds.isdisjoint({"who", "how"}) or ("who" in kinds and is_of_people))
+    else:
+        alike = kinds <= {"may", "whether"} or kinds == {"may", "how"}
+    return None if alike or None in kinds or len(kinds) == 1 else f"it asks {asked}, not {stored}"
 
 
 def _is_turned(stored: Question, asked: Question) -> bool:

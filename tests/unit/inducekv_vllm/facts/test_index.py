@@ -26,6 +26,13 @@ def asked(questions: list[str], request: str) -> str | None:
     return questions[found.number] if found is not None and found.comparison.is_asked else None
 
 
+SPORTS = [
+    f"{first}{second}"
+    for first in ("quarter", "half", "line", "corner", "full")
+    for second in ("back", "backer", "keeper", "kicker")
+]
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -396,3 +403,12 @@ def test_a_name_among_many_that_have_more_words() -> None:
     questions, kyoto = [CODE.format(f"Kyoto {name}") for name in names], CODE.format("Kyoto")
     for order in ([kyoto, *questions], [*questions, kyoto]):
         assert asked(order, "Tell me the code of Kyoto, please.") == kyoto
+
+
+def test_names_count_more_than_one_word_under_several_keys() -> None:
+    """A word that a question is kept under as it is written, by its stem and by what it means is one word."""
+    questions = ["Which sport is FC Groningen associated with?"]
+    questions += [f"Which sport is {word} associated with?" for word in SPORTS]
+    found = QuestionIndex(questions).find("FC Groningen is associated with the sport of")
+    assert found is not None
+    assert (found.number, found.comparison.is_asked) == (0, True)

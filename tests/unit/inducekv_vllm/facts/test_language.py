@@ -81,3 +81,12 @@ def test_threads_may_share_a_language() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(found == expected for found in pool.map(stems, range(64)))
+
+
+def test_related_words_are_related_both_ways_in_english_alone() -> None:
+    english, german = languages()["en"], languages()["de"]
+    pair = english.stem("salary"), english.stem("wage")
+    assert pair[0] in english.related(pair[1])
+    assert pair[1] in english.related(pair[0])
+    assert not english.related("zirconium")
+    assert not german.related(german.stem("gehalt"))

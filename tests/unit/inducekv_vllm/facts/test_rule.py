@@ -43,6 +43,13 @@ def why(stored: str, asked: str) -> str | None:
         ("What does error 500 mean?", "the meaning of error 500"),
         ("What is the rate from EUR to USD?", "rate from EUR to USD"),
         ("What is the code of Guinea-Bissau?", "the code of Guinea Bissau"),
+        ("Where is the residue of Almorán stored?", "Where is the remainder of Almorán stored?"),
+        ("The architect of Almorán Hall is whom?", "What was the name of the architect of Almorán Hall?"),
+        ("How do I reset the router?", "Is there any way to reset the router?"),
+        ("Verify the certificate of Almorán", "How do I check the certificate of Almorán?"),
+        ("On what team is Mikael Almorán?", "Player Mikael Almorán is on what team?"),
+        ("Who performed In My Life?", "In My Life was performed by"),
+        ("The Lyon Post was written in which language?", "The language of The Lyon Post is"),
     ],
 )
 def test_the_same_in_other_words(stored: str, asked: str) -> None:
