@@ -14,7 +14,7 @@ from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
 from .bundle.metadata import MAX_ID, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import CACHED_QUESTIONS, MOST_CHARACTERS, has_words, same_words
+from .facts import CACHED_QUESTIONS, MOST_CHARACTERS, StrictnessName, has_words, same_words
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
@@ -68,23 +68,25 @@ def taught(
     *,
     when_full: WhenFull = "forget",
     last_used: Mapping[str, float] | None = None,
+    strictness: StrictnessName | None = None,
 ) -> Bundle:
     """The next version of a bundle, with more facts; the first one, of facts alone, if there is none yet.
 
     A fact whose id the bundle has already takes the other's place, as the newest one.
 
     Args:
-        facts: at least one.
+        facts: at least one, unless the strictness is all that changes.
         budget_bytes: of tensors and facts; None for that of the version before, or `DEFAULT_BUDGET_BYTES`.
         when_full: "forget" the earlier facts that were used or taught longest ago, as many as have to go; or "refuse".
         last_used: by id of a fact, when it last answered, in seconds since the epoch.
+        strictness: how much requests may differ from the facts' questions; None for that of the version before.
 
     Raises:
         TaskDataError: a fact has a question or a wording without words, a question that is longer than what is read of
             a request, or a wording that another fact's question has; an answer that is blank, or longer than the
             model's context; a chat template's marks in any of them; an id that occurs twice, or that a route could not
             name; or it has expired.
-        BundleError: an id is an entry's.
+        BundleError: an id is an entry's, `strictness` has another value, or there would be nothing in the bundle.
         CapacityError: they take more bytes, and none may be forgotten or too few can.
     """
     new = {fact.id for fact in facts}
@@ -103,8 +105,9 @@ def taught(
         )
     settings = {**settings, "budget_bytes": budget}
     if bundle is None:
-        return bundle_without_entries(reader.model, recipe=RECIPE, facts=tuple(facts), settings=settings)
-    return _with_facts(bundle, [*kept, *facts], settings)
+        made = {"facts": tuple(facts), "settings": settings, "strictness": strictness or "normal"}
+        return bundle_without_entries(reader.model, recipe=RECIPE, **made)
+    return _with_facts(bundle, [*kept, *facts], settings, strictness)
 
 
 def _lately_used(
@@ -212,8 +215,11 @@ def _stored_words(question: str) -> tuple[str, ...]:
     return same_words(question)
 
 
-def _with_facts(bundle: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any]) -> Bundle:
-    changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings}
+def _with_facts(
+    bundle: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any], strictness: StrictnessName | None = None
+) -> Bundle:
+    strictness = strictness or bundle.metadata.strictness
+    changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings, "strictness": strictness}
     return with_metadata(bundle, **changes, parent_digest=bundle.digest)
 
 

@@ -64,7 +64,15 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
     last_used = await registry.journal.uses(name)
 
     def make(bundle: Bundle | None, reader: FactReader) -> Bundle:
-        return taught(bundle, facts, reader, body.budget_bytes, when_full=body.when_full, last_used=last_used)
+        return taught(
+            bundle,
+            facts,
+            reader,
+            body.budget_bytes,
+            when_full=body.when_full,
+            last_used=last_used,
+            strictness=body.strictness,
+        )
 
     changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
     gone = dropped(changed.before, changed.after)

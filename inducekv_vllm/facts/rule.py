@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal
 
 from .language import Language
 from .question import NAME_WEIGHT, Question, Sentence, Term
@@ -36,9 +36,22 @@ class Strictness:
     unnamed: float = 0.3  # of its weight without names, at least
     more: float = 0.34  # of the request's weight, at most
     both: float = 0.1  # of the weight without names, on both sides
+    names_suffice: bool = True  # where a gate has told what is asked
 
 
+StrictnessName = Literal["strict", "normal", "lenient"]
 NORMAL: Final = Strictness()
+STRICTNESS: Final[dict[StrictnessName, Strictness]] = {
+    "strict": Strictness(said=0.8, unnamed=0.6, more=0.2, both=0.0, names_suffice=False),
+    "normal": NORMAL,
+    "lenient": Strictness(unnamed=0.15, more=0.4, both=0.35),
+}
+
+
+def named_strictness() -> str:
+    """The names, as messages list them."""
+    *others, last = STRICTNESS
+    return f"{', '.join(others)} or {last}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inducekv_vllm.facts import NORMAL, Comparison, QuestionIndex, Strictness
+from inducekv_vllm.facts import NORMAL, STRICTNESS, Comparison, QuestionIndex, Strictness
 from inducekv_vllm.facts.language import language_of
 from inducekv_vllm.facts.question import read
 from inducekv_vllm.facts.rule import compare
@@ -214,3 +214,16 @@ def test_a_stricter_rule_accepts_less() -> None:
         )
         assert loose.is_asked >= usual.is_asked >= strict.is_asked
         assert (loose.said, loose.more) == (usual.said, usual.more) == (strict.said, strict.more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "accepted"),
+    [
+        ("staging database port", ["strict", "normal", "lenient"]),
+        ("Which port does our staging database listen on today?", ["normal", "lenient"]),
+        ("port of the staging server", ["lenient"]),
+        ("Who owns the staging database?", []),
+    ],
+)
+def test_named_strictness(asked: str, accepted: list[str]) -> None:
+    assert [name for name, each in STRICTNESS.items() if compared(DATABASE, asked, each).is_asked] == accepted
