@@ -91,7 +91,7 @@ def test_strictness_is_the_bundles_unless_the_prompt_has_its_own(reader: FactRea
 
 
 def test_behind_a_gate_strict_facts_are_told_by_all_words(reader: FactReader) -> None:
-    bundle = Bundle(reader, [of("Lima"), of("Oslo")], gate_tasks=["codes"])
+    bundle = Bundle(reader, [of(city) for city in ("Lima", "Oslo", "Quito", "Cairo")], gate_tasks=["codes"])
     question = "How do couriers abbreviate Lima?"
     assert bundle.found(question, fact_tasks=["codes"]) == "codes/Lima"
     assert bundle.found(question, fact_tasks=["codes"], strictness="strict") is None
