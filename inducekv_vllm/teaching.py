@@ -11,10 +11,19 @@ from pydantic import ValidationError
 
 from .backbone.stored_facts import FactReader
 from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
-from .bundle.metadata import MAX_ID, first_problem
+from .bundle.metadata import MAX_ID, MAX_WORDING_BYTES, MAX_WORDINGS, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import CACHED_QUESTIONS, MOST_CHARACTERS, StrictnessName, has_words, same_words
+from .facts import (
+    CACHED_QUESTIONS,
+    MOST_CHARACTERS,
+    STRICTNESS,
+    QuestionIndex,
+    Strictness,
+    StrictnessName,
+    has_words,
+    same_words,
+)
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
@@ -108,6 +117,61 @@ def taught(
         made = {"facts": tuple(facts), "settings": settings, "strictness": strictness or "normal"}
         return bundle_without_entries(reader.model, recipe=RECIPE, **made)
     return _with_facts(bundle, [*kept, *facts], settings, strictness)
+
+
+def with_wordings(
+    bundle: Bundle | None,
+    facts: Sequence[FactRecord],
+    reader: FactReader,
+    proposed: Mapping[str, Sequence[str]],
+    most: Mapping[str, int],
+) -> list[FactRecord]:
+    """New facts, with those of the proposed wordings that ask for them and for no other fact, of a bundle or new.
+
+    A wording is kept if the rule accepts it as the fact's question and the question as the wording, no other fact's
+    question is nearer, and no fact has it already. The others are left out, and so are those with a template's marks.
+
+    Args:
+        proposed: by the facts' ids.
+        most: that are kept, by the facts' ids.
+    """
+    new = {fact.id for fact in facts}
+    earlier = [fact for fact in bundle.metadata.facts if fact.id not in new] if bundle is not None else []
+    strictness = STRICTNESS[bundle.metadata.strictness if bundle is not None else "normal"]
+    indexes = {
+        task: _Wordings([fact for fact in (*earlier, *facts) if fact.task == task and fact.picture is None], strictness)
+        for task in {fact.task for fact in facts if proposed.get(fact.id)}
+    }
+    made = []
+    for fact in facts:
+        if not (texts := proposed.get(fact.id)):
+            made.append(fact)
+            continue
+        kept = [text for text in texts if reader.mark_in(text) is None and indexes[fact.task].asks_for(text, fact)]
+        distinct = {same_words(text): text for text in reversed(kept)}  # the first of equal ones
+        room = min(most.get(fact.id, 0), MAX_WORDINGS - len(fact.also))
+        wordings = tuple(reversed(distinct.values()))[:room]
+        made.append(fact.model_copy(update={"also": (*fact.also, *wordings), "proposed": wordings}))
+    return made
+
+
+class _Wordings:
+    """The questions and wordings of a task's facts."""
+
+    def __init__(self, facts: Sequence[FactRecord], strictness: Strictness) -> None:
+        asked = [(text, fact.id) for fact in facts for text in (*fact.also, fact.question)]
+        self._ids = [id for _, id in asked]
+        self._index, self._strictness = QuestionIndex([text for text, _ in asked]), strictness
+
+    def asks_for(self, text: str, fact: FactRecord) -> bool:
+        """Whether a text can be a new wording of a fact."""
+        if len(text.encode()) > MAX_WORDING_BYTES or not has_words(text) or self._index.same_as(text) is not None:
+            return False
+        found = self._index.find(text, strictness=self._strictness)
+        if found is None or not found.comparison.is_asked or self._ids[found.number] != fact.id:
+            return False
+        back = QuestionIndex([text]).find(fact.question, strictness=self._strictness)
+        return back is not None and back.comparison.is_asked
 
 
 def _lately_used(
