@@ -11,10 +11,19 @@ from pydantic import ValidationError
 
 from .backbone.stored_facts import FactReader
 from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
-from .bundle.metadata import MAX_ID, first_problem
+from .bundle.metadata import MAX_ID, MAX_WORDING_BYTES, MAX_WORDINGS, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import CACHED_QUESTIONS, MOST_CHARACTERS, has_words, same_words
+from .facts import (
+    CACHED_QUESTIONS,
+    MOST_CHARACTERS,
+    STRICTNESS,
+    QuestionIndex,
+    Strictness,
+    StrictnessName,
+    has_words,
+    same_words,
+)
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
@@ -68,23 +77,25 @@ def taught(
     *,
     when_full: WhenFull = "forget",
     last_used: Mapping[str, float] | None = None,
+    strictness: StrictnessName | None = None,
 ) -> Bundle:
     """The next version of a bundle, with more facts; the first one, of facts alone, if there is none yet.
 
     A fact whose id the bundle has already takes the other's place, as the newest one.
 
     Args:
-        facts: at least one.
+        facts: at least one, unless the strictness is all that changes.
         budget_bytes: of tensors and facts; None for that of the version before, or `DEFAULT_BUDGET_BYTES`.
         when_full: "forget" the earlier facts that were used or taught longest ago, as many as have to go; or "refuse".
         last_used: by id of a fact, when it last answered, in seconds since the epoch.
+        strictness: how much requests may differ from the facts' questions; None for that of the version before.
 
     Raises:
         TaskDataError: a fact has a question or a wording without words, a question that is longer than what is read of
             a request, or a wording that another fact's question has; an answer that is blank, or longer than the
             model's context; a chat template's marks in any of them; an id that occurs twice, or that a route could not
             name; or it has expired.
-        BundleError: an id is an entry's.
+        BundleError: an id is an entry's, `strictness` has another value, or there would be nothing in the bundle.
         CapacityError: they take more bytes, and none may be forgotten or too few can.
     """
     new = {fact.id for fact in facts}
@@ -103,8 +114,64 @@ def taught(
         )
     settings = {**settings, "budget_bytes": budget}
     if bundle is None:
-        return bundle_without_entries(reader.model, recipe=RECIPE, facts=tuple(facts), settings=settings)
-    return _with_facts(bundle, [*kept, *facts], settings)
+        made = {"facts": tuple(facts), "settings": settings, "strictness": strictness or "normal"}
+        return bundle_without_entries(reader.model, recipe=RECIPE, **made)
+    return _with_facts(bundle, [*kept, *facts], settings, strictness)
+
+
+def with_wordings(
+    bundle: Bundle | None,
+    facts: Sequence[FactRecord],
+    reader: FactReader,
+    proposed: Mapping[str, Sequence[str]],
+    most: Mapping[str, int],
+) -> list[FactRecord]:
+    """New facts, with those of the proposed wordings that ask for them and for no other fact, of a bundle or new.
+
+    A wording is kept if the rule accepts it as the fact's question and the question as the wording, no other fact's
+    question is nearer, and no fact has it already. The others are left out, and so are those with a template's marks.
+
+    Args:
+        proposed: by the facts' ids.
+        most: that are kept, by the facts' ids.
+    """
+    new = {fact.id for fact in facts}
+    earlier = [fact for fact in bundle.metadata.facts if fact.id not in new] if bundle is not None else []
+    strictness = STRICTNESS[bundle.metadata.strictness if bundle is not None else "normal"]
+    indexes = {
+        task: _Wordings([fact for fact in (*earlier, *facts) if fact.task == task and fact.picture is None], strictness)
+        for task in {fact.task for fact in facts if proposed.get(fact.id)}
+    }
+    made = []
+    for fact in facts:
+        if not (texts := proposed.get(fact.id)):
+            made.append(fact)
+            continue
+        kept = [text for text in texts if reader.mark_in(text) is None and indexes[fact.task].asks_for(text, fact)]
+        distinct = {same_words(text): text for text in reversed(kept)}  # the first of equal ones
+        room = min(most.get(fact.id, 0), MAX_WORDINGS - len(fact.also))
+        wordings = tuple(reversed(distinct.values()))[:room]
+        made.append(fact.model_copy(update={"also": (*fact.also, *wordings), "proposed": wordings}))
+    return made
+
+
+class _Wordings:
+    """The questions and wordings of a task's facts."""
+
+    def __init__(self, facts: Sequence[FactRecord], strictness: Strictness) -> None:
+        asked = [(text, fact.id) for fact in facts for text in (*fact.also, fact.question)]
+        self._ids = [id for _, id in asked]
+        self._index, self._strictness = QuestionIndex([text for text, _ in asked]), strictness
+
+    def asks_for(self, text: str, fact: FactRecord) -> bool:
+        """Whether a text can be a new wording of a fact."""
+        if len(text.encode()) > MAX_WORDING_BYTES or not has_words(text) or self._index.same_as(text) is not None:
+            return False
+        found = self._index.find(text, strictness=self._strictness)
+        if found is None or not found.comparison.is_asked or self._ids[found.number] != fact.id:
+            return False
+        back = QuestionIndex([text]).find(fact.question, strictness=self._strictness)
+        return back is not None and back.comparison.is_asked
 
 
 def _lately_used(
@@ -212,8 +279,11 @@ def _stored_words(question: str) -> tuple[str, ...]:
     return same_words(question)
 
 
-def _with_facts(bundle: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any]) -> Bundle:
-    changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings}
+def _with_facts(
+    bundle: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any], strictness: StrictnessName | None = None
+) -> Bundle:
+    strictness = strictness or bundle.metadata.strictness
+    changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings, "strictness": strictness}
     return with_metadata(bundle, **changes, parent_digest=bundle.digest)
 
 

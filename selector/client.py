@@ -120,8 +120,9 @@ class Server:
         """Teach a bundle facts; they serve when this returns.
 
         Args:
-            examples: each with "messages" and "answer"; "id", "task", "also" and "expires_at" if they are given.
-            options: `budget_bytes`, `when_full`, `expected_digest`.
+            examples: each with "messages" and "answer"; "id", "task", "also", "propose" and "expires_at" if they are
+                given.
+            options: `budget_bytes`, `when_full`, `strictness`, `expected_digest`.
         """
         return self.call("POST", _examples(name), {"examples": [dict(each) for each in examples], **options})
 
@@ -137,7 +138,8 @@ class Server:
             after = {"after": found["data"][-1]["id"]} if has_more else {}
 
     def correct(self, name: str, fact: str, **changes: Any) -> dict[str, Any]:
-        """Give a fact another answer, question or date, or more wordings: `answer`, `messages`, `expires_at`, `also`.
+        """Give a fact another answer, question or date, or other wordings: `answer`, `messages`, `expires_at`, `also`
+        to add wordings, `without` to take some away.
 
         With `expected_digest`, only while the name stands for this version.
         """

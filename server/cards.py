@@ -27,7 +27,7 @@ def card(names: Names, name: str, is_admin: bool) -> MemoryBundleCard:
     memory = version.memory
     fields: dict[str, Any] = {
         field: getattr(memory.metadata, field)
-        for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
+        for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter", "strictness")
     }
     return MemoryBundleCard(
         name=name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Final
 
@@ -16,7 +16,7 @@ from inducekv_vllm.bundle import Bundle, FactRecord
 from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.pictures import is_picture
-from inducekv_vllm.teaching import dropped, fact_of, forgotten, replaced_by, taught
+from inducekv_vllm.teaching import dropped, fact_of, forgotten, replaced_by, taught, with_wordings
 
 from .bodies import MemoryRoute
 from .changes import Change
@@ -45,6 +45,7 @@ from .schemas import (
 
 Asked = tuple[str, str | None]  # a question's text, and what its pictures are like
 PICTURES_AT_ONCE: Final = 8
+PROPOSED_AT_ONCE: Final = 2  # questions: running requests are not to wait for them
 router = APIRouter(tags=[TAG], route_class=MemoryRoute)
 BAD_QUERY = errors(BAD_REQUEST="`limit` is no number from 1 to 10,000.")
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
@@ -59,16 +60,29 @@ ExampleId = Annotated[str, Path(description="The id of an example.", examples=["
 )
 async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) -> TaughtBundle:
     """Make the next version of the bundle, or its first one; it serves when the answer comes. Nothing is trained."""
-    facts = await _facts(body.examples, request.app.state.inducekv_engine)
+    engine: MemoryEngine = request.app.state.inducekv_engine
+    facts = await _facts(body.examples, engine)
+    most = {fact.id: each.propose for fact, each in zip(facts, body.examples, strict=True) if each.propose is not None}
+    proposed = await _proposed(facts, most, engine)
     registry = registry_of(request)
     last_used = await registry.journal.uses(name)
 
     def make(bundle: Bundle | None, reader: FactReader) -> Bundle:
-        return taught(bundle, facts, reader, body.budget_bytes, when_full=body.when_full, last_used=last_used)
+        return taught(
+            bundle,
+            with_wordings(bundle, facts, reader, proposed, most),
+            reader,
+            body.budget_bytes,
+            when_full=body.when_full,
+            last_used=last_used,
+            strictness=body.strictness,
+        )
 
     changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
     gone = dropped(changed.before, changed.after)
-    return _answer(changed, [fact.id for fact in facts], gone)
+    answer = _answer(changed, [fact.id for fact in facts], gone)
+    answer.proposed = {fact.id: list(fact.proposed) for fact in changed.after.metadata.facts if fact.id in most}
+    return answer
 
 
 @router.get(
@@ -139,9 +153,15 @@ def _corrected(
     old = known[example_id]
     question, picture = asked or (old.question, old.picture)
     expiry = body.expires_at or old.expires_at
-    also = list(dict.fromkeys([*old.also, *(body.also or ())]))
+    if stray := [wording for wording in body.without if wording not in old.also]:
+        raise TaskDataError(f"example {example_id!r} has no wording {stray[0]!r}")
+    # Those that the model has proposed are of the question that it was asked about.
+    gone = {*body.without, *(old.proposed if asked is not None else ())}
+    added = body.also or []
+    also = list(dict.fromkeys([*(wording for wording in old.also if wording not in gone), *added]))
     new = fact_of(question, body.answer or old.answer, old.task, example_id, expiry, picture, also)
-    return taught(bundle, [new], reader, when_full="refuse")
+    proposed = tuple(wording for wording in old.proposed if wording in also and wording not in added)
+    return taught(bundle, [new.model_copy(update={"proposed": proposed})], reader, when_full="refuse")
 
 
 def _without(bundle: Bundle | None, reader: FactReader, *, example_id: str) -> Bundle:
@@ -162,6 +182,28 @@ async def _facts(examples: Sequence[TaughtExample], engine: MemoryEngine) -> lis
         at_once = range(len(facts), min(len(facts) + PICTURES_AT_ONCE, len(examples)))
         facts += await asyncio.gather(*map(fact, at_once))
     return facts
+
+
+async def _proposed(facts: Sequence[FactRecord], most: Mapping[str, int], engine: MemoryEngine) -> dict[str, list[str]]:
+    """What the served model proposes, by the ids of the facts that want so many wordings.
+
+    Raises:
+        TaskDataError: such a fact is about pictures, or the model does not take its question.
+    """
+    wanting = [fact for fact in facts if fact.id in most]
+    if about_pictures := [fact.id for fact in wanting if fact.picture is not None]:
+        raise TaskDataError(f"example {about_pictures[0]!r}: no wordings are proposed of a question with pictures")
+    at_once = asyncio.Semaphore(PROPOSED_AT_ONCE)
+
+    async def wordings(fact: FactRecord) -> list[str]:
+        async with at_once:
+            try:
+                return await engine.wordings(fact.question, most[fact.id])
+            except TaskDataError as error:
+                raise TaskDataError(f"example {fact.id!r}: {error}") from error
+
+    found = await asyncio.gather(*map(wordings, wanting))
+    return {fact.id: texts for fact, texts in zip(wanting, found, strict=True)}
 
 
 async def _asked(messages: Sequence[ExampleMessage], example: str, engine: MemoryEngine) -> Asked:
@@ -197,6 +239,7 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
         question=fact.question if is_admin else None,
         answer=fact.answer if is_admin else None,
         also=list(fact.also) if is_admin else None,
+        proposed=list(fact.proposed) if is_admin else None,
         source_digest=fact.source_digest,
         created_at=fact.created_at,
         expires_at=fact.expires_at,

@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..bundle import BackboneFingerprint, BundleMetadata, FactRecord
-from ..facts import SAME, Comparison, FactFound, FactMissed, PictureIndex, QuestionIndex
+from ..facts import (
+    NORMAL,
+    SAME,
+    STRICTNESS,
+    Comparison,
+    FactFound,
+    FactMissed,
+    PictureIndex,
+    QuestionIndex,
+    Strictness,
+    StrictnessName,
+)
 from ..gate import TurnMarks, deciding_tokens
 from ..retrieval.entry_terms import FloatArray
 from .checkpoints import load_config, load_tokenizer
@@ -128,7 +139,7 @@ class StoredFacts:
     """See the module docstring."""
 
     def __init__(self, metadata: BundleMetadata, reader: FactReader) -> None:
-        self._facts, self._reader = metadata.facts, reader
+        self._facts, self._reader, self._strictness = metadata.facts, reader, metadata.strictness
         self._gate_tasks = frozenset(metadata.gate_tasks)
         self._tasks = {task: _Task(metadata.facts, task) for task in metadata.fact_tasks}
         self._answer = lru_cache(CACHED_ANSWERS)(lambda number: reader.answer(self._facts[number].answer))
@@ -138,6 +149,7 @@ class StoredFacts:
         token_ids: Sequence[int],
         fact_tasks: Collection[str] = (),
         picture: FloatArray | None = None,
+        strictness: StrictnessName | None = None,
     ) -> FactFound | FactMissed | None:
         """The fact that a prompt [T] asks for, or the nearest: of these tasks, or of those that the gate does not have.
 
@@ -145,11 +157,12 @@ class StoredFacts:
             fact_tasks: what the gate allows. It has told what is asked there, and the words tell of what.
             picture: [F], the state of the prompt's media (`inducekv_vllm.facts.pictures`). With one, facts with a
                 picture are found, and without, the others.
+            strictness: how much the prompt may differ from a stored question (default: the bundle's).
         """
         asked = self._reader.question(token_ids)
         if asked.has_media and picture is None:
             return None
-        now = datetime.now(UTC)
+        now, rule = datetime.now(UTC), STRICTNESS[strictness or self._strictness]
 
         def is_served(number: int) -> bool:
             return not self._facts[number].has_expired(now)
@@ -158,7 +171,9 @@ class StoredFacts:
         found = [
             each
             for name in allowed
-            for each in self._tasks[name].find(asked.text, picture, is_served, names_suffice=name in fact_tasks)
+            for each in self._tasks[name].find(
+                asked.text, picture, is_served, rule, names_suffice=rule.names_suffice and name in fact_tasks
+            )
         ]
         if not found:
             return None
@@ -196,7 +211,13 @@ class _Task:
         self._pictures = PictureIndex(pictures) if pictures else None
 
     def find(
-        self, text: str, picture: FloatArray | None, is_served: Callable[[int], bool], *, names_suffice: bool
+        self,
+        text: str,
+        picture: FloatArray | None,
+        is_served: Callable[[int], bool],
+        strictness: Strictness,
+        *,
+        names_suffice: bool,
     ) -> list[tuple[int, Comparison]]:
         """The number of the nearest fact, beside the request; nothing if none is near."""
 
@@ -205,7 +226,9 @@ class _Task:
 
         if picture is None:
             questions = self._about.get(None)
-            found = None if questions is None else questions.find(text, counts, names_suffice=names_suffice)
+            if questions is None:
+                return []
+            found = questions.find(text, counts, strictness, names_suffice=names_suffice)
             return [] if found is None else [found]
         shown = None if self._pictures is None else self._pictures.find(picture)
         number = None if shown is None else self._about[shown[0]].nearest(text, counts)
@@ -224,9 +247,11 @@ class _Questions:
         return None if found is None else self._numbers[found]
 
     def find(
-        self, text: str, is_served: Callable[[int], bool], *, names_suffice: bool
+        self, text: str, is_served: Callable[[int], bool], strictness: Strictness = NORMAL, *, names_suffice: bool
     ) -> tuple[int, Comparison] | None:
-        found = self._index.find(text, lambda place: is_served(self._numbers[place]), names_suffice=names_suffice)
+        found = self._index.find(
+            text, lambda place: is_served(self._numbers[place]), strictness, names_suffice=names_suffice
+        )
         return None if found is None else (self._numbers[found.number], found.comparison)
 
     def nearest(self, text: str, is_served: Callable[[int], bool]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,10 +16,11 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
+    model_validator,
 )
 
 from ..errors import BundleError
-from ..facts import unpacked
+from ..facts import STRICTNESS, StrictnessName, named_strictness, unpacked
 from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation, earliest
 
@@ -76,13 +77,20 @@ class FactRecord(Record):
     question: Annotated[str, Field(min_length=1)]  # the text of the last user turn
     answer: Annotated[str, Field(min_length=1)]
     also: Annotated[tuple[Wording, ...], Field(max_length=MAX_WORDINGS)] = ()  # other wordings of the question
+    proposed: tuple[Wording, ...] = ()  # of these, by the served model
     picture: Annotated[str, AfterValidator(_packed_state)] | None = None  # see `inducekv_vllm.facts.pictures`
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A question without wordings or a picture is written as before there were any: digests stay."""
         written: dict[str, Any] = write(self)
-        return {name: value for name, value in written.items() if name not in ("also", "picture") or value}
+        return {name: value for name, value in written.items() if name not in ("also", "proposed", "picture") or value}
+
+    @model_validator(mode="after")
+    def _proposed_is_also(self) -> Self:
+        if stray := [wording for wording in self.proposed if wording not in self.also]:
+            raise ValueError(f"a proposed wording must be one of `also`, found {stray[0]!r}")
+        return self
 
 
 class AdapterRecord(BaseModel):
@@ -165,6 +173,8 @@ class BundleMetadata(BaseModel):
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
     facts: Annotated[tuple[FactRecord, ...], FailFast()] = ()
+    # How much a request may differ from a fact's question; "normal" is not written: digests and bytes stay.
+    strictness: StrictnessName = Field(default="normal", exclude_if=lambda strictness: strictness == "normal")
     fact_thresholds: dict[str, float] = {}  # of bundles before version 0.3, not read any more
     digest: str = ""  # see `bundle_digest`
 
@@ -202,6 +212,8 @@ def check_metadata(metadata: BundleMetadata, name: str) -> None:
     """
     _check_entries(metadata, name)
     _check_pictures(metadata, name)
+    if metadata.strictness not in STRICTNESS:
+        raise BundleError(f"{name}: strictness must be {named_strictness()}, found {metadata.strictness!r}")
     _check_gate(metadata, name)
     _check_form(metadata, name)
     _check_task_adapters(metadata, name)

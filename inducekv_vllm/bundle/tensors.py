@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..errors import BundleError, FingerprintMismatch
+from ..facts import StrictnessName
 from ..gate import RelevanceGate, TokenScores, TurnMarks, token_digest
 from ..pace import rest
 from ..retrieval.entry_terms import Form, Weighting
@@ -176,6 +177,7 @@ class Bundle:
         map_in: Tensor | None = None,
         map_out: Tensor | None = None,
         facts: tuple[FactRecord, ...] = (),
+        strictness: StrictnessName = "normal",
     ) -> Bundle:
         """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
 
@@ -206,6 +208,7 @@ class Bundle:
                 task_adapters=task_adapters,
                 output_map=_output_map(map_in),
                 facts=facts,
+                strictness=strictness,
             )
         except ValidationError as error:
             raise BundleError(f"bundle metadata: {first_problem(error)}") from error
@@ -386,7 +389,7 @@ def facts_of(bundle: Bundle | None) -> dict[str, Any]:
     """What `Bundle.create` takes for the next version to have the facts of a bundle, if there is one."""
     if bundle is None:
         return {}
-    return {"facts": bundle.metadata.facts}
+    return {"facts": bundle.metadata.facts, "strictness": bundle.metadata.strictness}
 
 
 def bundle_digest(bundle: Bundle) -> str:

@@ -13,7 +13,7 @@ from .answer import FactFound, FactMissed, next_token, said
 from .index import CACHED_QUESTIONS, Found, QuestionIndex
 from .pictures import PictureIndex, packed, unpacked
 from .question import MOST_CHARACTERS, same_words
-from .rule import NORMAL, SAME, Comparison, Strictness
+from .rule import NORMAL, SAME, STRICTNESS, Comparison, Strictness, StrictnessName, named_strictness
 from .text import has_words
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "MOST_CHARACTERS",
     "NORMAL",
     "SAME",
+    "STRICTNESS",
     "Comparison",
     "FactFound",
     "FactMissed",
@@ -28,7 +29,9 @@ __all__ = [
     "PictureIndex",
     "QuestionIndex",
     "Strictness",
+    "StrictnessName",
     "has_words",
+    "named_strictness",
     "next_token",
     "packed",
     "said",

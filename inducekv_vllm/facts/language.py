@@ -57,6 +57,9 @@ class Language:
         self.capitalises_nouns = bool(described.get("capitalises_nouns", False))
         self.contrasting = frozenset(self.stems(described["contrast"]))
         self.directed = frozenset(word.text for word in self.words(described["directed"]))
+        self.owning = frozenset(described.get("owning", "").split())  # what says that one thing is another's
+        self.kinds_of_names = frozenset(described.get("kinds_of_names", "").split())  # the city of Lima is Lima
+        self.prepositions = frozenset(described.get("prepositions", "").split())  # others than those of `owning`
         self.same = _same([[tuple(self.stems(each)) for each in line.split(",")] for line in described["same"]])
         self.longest_phrase = max(map(len, self.same))
         self.politely = _pattern(described["politely"])

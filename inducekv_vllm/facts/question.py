@@ -7,16 +7,17 @@ capital letter inside of a sentence that has others without, or a first word tha
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import sentencex
 
 from .language import LEAST_WEIGHT, Language
 from .text import Word, is_number, normalised, words_of
 
+POSSESSIVE: Final = "s"
 NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
 SHORTENED: Final = ("who", "when", "where", "why")  # kinds whose question words all say the same
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
@@ -48,6 +49,13 @@ class Term:
 Sentence = dict[str, Term]  # by their keys
 
 
+class Owned(NamedTuple):
+    """The places of what belongs to something, and of that: brother and Anna, in Anna's brother or brother of Anna."""
+
+    what: range
+    owner: range
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """See the module docstring."""
@@ -58,6 +66,7 @@ class Question:
     asks: str | None  # for "who", "when", ...; see the files of the languages
     asks_in: frozenset[int]  # the lines of `Language.same` that have the question word
     directed: tuple[tuple[str, str], ...]  # directing words with the stems of what follows them
+    owned: tuple[tuple[Owned, ...], ...]  # of each sentence
 
     @property
     def terms(self) -> Sentence:
@@ -95,7 +104,39 @@ def read(text: str, language: Language) -> Question:
         asks,
         asks_in,
         tuple(directed),
+        tuple(tuple(_owned(words, language)) for words in sentences),
     )
+
+
+def _owned(words: Sequence[Word], language: Language) -> Iterator[Owned]:
+    """Runs of words that are no function words, on both sides of what says so.
+
+    In "the cause of Anna's death" the cause is the death's. "A point in time of a film" says nothing of the point, and
+    the city of Lima is Lima.
+    """
+    is_word = [not language.is_function_word(word.text) and word.text not in language.owning for word in words]
+
+    def run(first: int, step: int) -> range:
+        last = first
+        while 0 <= last < len(words) and is_word[last]:
+            last += step
+        return range(first, last) if step > 0 else range(last + 1, first + 1)
+
+    for at, word in enumerate(words):
+        if word.text not in language.owning:
+            continue
+        if word.text == POSSESSIVE:
+            yield Owned(run(at + 1, 1), run(at - 1, -1))
+            continue
+        after = at + 1
+        while after < len(words) and language.is_function_word(words[after].text):
+            after += 1
+        what, owner = run(at - 1, -1), run(after, 1)
+        if owner.stop < len(words) and words[owner.stop].text == POSSESSIVE:
+            owner = run(owner.stop + 1, 1)
+        is_thing = all(words[place].text not in language.kinds_of_names for place in what)
+        if is_thing and (what.start == 0 or words[what.start - 1].text not in language.prepositions):
+            yield Owned(what, owner)
 
 
 def _without_empty(text: str, language: Language) -> str:

@@ -4,6 +4,7 @@ A stored question is asked if, in the sentences of the request that say most of 
 
 - all of its names are said, with one typing error at most, and no other name stands beside them;
 - numbers and symbols are the same;
+- nothing belongs to a name in one of them alone (Anna's brother is not Anna);
 - more than half of its weight is said, and not names alone; at most a third of the request's is something else;
 - not both have said something of their own: that is another thing in its place (Lyon for Berlin, sick for vacation);
 - no word that makes another question is in one of them alone (next, not, former);
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal
 
 from .language import Language
 from .question import NAME_WEIGHT, Question, Sentence, Term
@@ -38,9 +39,22 @@ class Strictness:
     unnamed: float = 0.3  # of its weight without names, at least
     more: float = 0.34  # of the request's weight, at most
     both: float = 0.1  # of the weight without names, on both sides
+    names_suffice: bool = True  # where a gate has told what is asked
 
 
+StrictnessName = Literal["strict", "normal", "lenient"]
 NORMAL: Final = Strictness()
+STRICTNESS: Final[dict[StrictnessName, Strictness]] = {
+    "strict": Strictness(said=0.8, unnamed=0.6, more=0.2, both=0.0, names_suffice=False),
+    "normal": NORMAL,
+    "lenient": Strictness(unnamed=0.15, more=0.4, both=0.35),
+}
+
+
+def named_strictness() -> str:
+    """The names, as messages list them."""
+    *others, last = STRICTNESS
+    return f"{', '.join(others)} or {last}"
 
 
 @dataclass(frozen=True)
@@ -188,6 +202,7 @@ def _of_run(
         _first("it does not name", [term for term in missing if term.is_name])
         or _first("it names", _beside(run, asked, of_names, added))
         or _numbers(wanted, terms)
+        or _first("it asks about", _belonging(asked, run, of_names, added))
         or _first("it says", [term for term in added if term.stem in language.contrasting])
         or _first("it does not say", [term for term in missing if term.stem in language.contrasting])
         or _asks_another(stored.asks, asked.asks, is_all, is_of_people)
@@ -197,6 +212,7 @@ def _of_run(
         or ("it says nothing of it but names" if 1 - lacks / unnamed < strictness.unnamed else None)
         or ("it says more than that" if more / asked_total > strictness.more else None)
         or ("it says something else in its place" if both > strictness.both else None)
+        or _first("it does not ask about", _belonging(stored, range(len(stored.sentences)), shared.said, missing))
         or ("it turns it round" if _is_turned(stored, asked) else None)
     )
     return Comparison(1 - lacks / total, more / asked_total, _words(missing), _words(added), differs)
@@ -237,6 +253,20 @@ def _beside(run: range, asked: Question, of_names: set[str], added: Sequence[Ter
         places = [place for key, term in sentence.items() if key in of_names for place in term.places]
         own = [term for term in added if (term.is_name or term.is_bound) and sentence.get(term.key) is term]
         found += [term for term in own if any(a >= b - BESIDE for a in term.places for b in places)]
+    return found
+
+
+def _belonging(question: Question, run: range, names: set[str], alone: Sequence[Term]) -> list[Term]:
+    """What belongs to a name that both questions say, if one alone says it: Anna's brother is not Anna."""
+    keys = {term.key for term in alone}
+    found = list[Term]()
+    for at in run:
+        placed = {place: term for term in question.sentences[at].values() for place in term.places}
+        for owned in question.owned[at]:
+            what = [placed[place] for place in owned.what if place in placed]
+            owner = [placed[place] for place in owned.owner if place in placed]
+            if any(term.is_name and term.key in names for term in owner) and all(term.key in keys for term in what):
+                found += what
     return found
 
 

@@ -34,6 +34,7 @@ from .request import EngineRequest, cache_salt_of, engine_request, mm_items, ref
 from .served_bundle import ServedBundle
 from .stopping import EngineStop
 from .trace import describe
+from .wordings import PRIORITY, wording_messages, wording_params, wordings_in
 
 
 class MemoryRequest(LoRARequest):
@@ -168,6 +169,26 @@ class MemoryEngine:
             async for output in self._plain_generate(prompt, picture_params(), f"picture-{uuid4()}"):
                 decision = pop_decision(output) or decision
         return state_in(decision)
+
+    async def wordings(self, question: str, count: int) -> list[str]:
+        """Other wordings of a question by the served model, which may be bad ones; about twice as many as `count`.
+
+        Raises:
+            TaskDataError: vLLM does not take the question, which may be too long.
+            RetryableRequestError: the server is shutting down.
+        """
+        self._stop.refuse_new()
+        messages = wording_messages(question, self._client.model_config.max_model_len)
+        chat, request_id = ChatParams(chat_template_kwargs={"add_generation_prompt": True}), f"wordings-{uuid4()}"
+        found: list[str] = []
+        try:
+            _, (prompt,) = await self._client.renderer.render_chat_async([messages], chat)
+            with self._stop.running():
+                async for output in self._plain_generate(prompt, wording_params(count), request_id, priority=PRIORITY):
+                    found = wordings_in(output)
+        except (VLLMValidationError, ValueError, TypeError) as error:  # whatever vLLM says of a bad one
+            raise TaskDataError(f"no wordings can be proposed: {error}") from error
+        return found
 
     def _request(self, lease: Lease, prompt: EngineInput, params: SamplingParams, owner: str) -> EngineRequest:
         memory, adapters = lease.memory, lease.task_adapters

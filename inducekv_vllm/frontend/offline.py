@@ -32,13 +32,14 @@ from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
+from ..facts import StrictnessName
 from ..protocol import DecideSpec, Decision, InjectionSpec, decision_without_worker
 from ..teaching import WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
 from .loading import load
 from .memory_engine import pop_decision
 from .pictures import picture_params, state_in
-from .request import read_options, require_rendered, spec_for, with_spec
+from .request import read_options, require_rendered, require_strictness, spec_for, with_spec
 from .served_bundle import ServedBundle
 
 _T = TypeVar("_T")
@@ -102,6 +103,7 @@ class MemoryLLM:
         path: str | os.PathLike[str],
         memory: ServedBundle | None = None,
         when_full: WhenFull = "forget",
+        strictness: StrictnessName | None = None,
     ) -> ServedBundle:
         """Write the next version of a memory with more facts, or a first one of them alone, and load it.
 
@@ -110,12 +112,13 @@ class MemoryLLM:
             path: of the file to write, replaced if it exists.
             memory: stays loaded; None for no version before.
             when_full: see `inducekv_vllm.teaching.taught`; it is not known here which facts were used.
+            strictness: how much requests may differ from the facts' questions (default: as before, at first normal).
 
         Raises:
             InduceKVError: the facts cannot be stored (see `inducekv_vllm.teaching.taught`), or as for `load_bundle`.
         """
         before = None if memory is None else read_bundle(memory.path, backbone=self._backbone)
-        write_bundle(taught(before, facts, self._facts, when_full=when_full), path)
+        write_bundle(taught(before, facts, self._facts, when_full=when_full, strictness=strictness), path)
         return self.load_bundle(path)
 
     def forget(self, ids: Collection[str], path: str | os.PathLike[str], memory: ServedBundle) -> ServedBundle:
@@ -163,6 +166,7 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[ServedBundle | None] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
+        strictness: StrictnessName | None = None,
         adapter: LoRARequest | None = None,
         **chat_options: Any,
     ) -> list[MemoryAnswer]:
@@ -175,11 +179,13 @@ class MemoryLLM:
             top_k: entries retrieved; None for the engine's setting.
             remainder: weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0. None for
                 the engine's setting.
+            strictness: how much prompts may differ from the facts' questions; None for each memory's. A prompt's
+                parameters may say it, too, by `extra_args`.
             adapter: the LoRA adapter that the memories need.
             chat_options: rendering options of `LLM.chat`, such as `chat_template_kwargs`.
         """
         renders = [partial(self.llm._preprocess_chat_one, each, **chat_options) for each in conversations]
-        return self._answer(renders, params, memory, top_k, remainder, adapter)
+        return self._answer(renders, params, memory, top_k, remainder, strictness, adapter)
 
     def generate(
         self,
@@ -189,11 +195,12 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[ServedBundle | None] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
+        strictness: StrictnessName | None = None,
         adapter: LoRARequest | None = None,
     ) -> list[MemoryAnswer]:
         """`LLM.generate` over N prompts; the arguments are those of `chat`."""
         renders = [partial(self.llm._preprocess_cmpl_one, each) for each in prompts]
-        return self._answer(renders, params, memory, top_k, remainder, adapter)
+        return self._answer(renders, params, memory, top_k, remainder, strictness, adapter)
 
     def _answer(
         self,
@@ -202,18 +209,21 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[ServedBundle | None] | None,
         top_k: int | None,
         remainder: bool | None,
+        strictness: StrictnessName | None,
         adapter: LoRARequest | None,
     ) -> list[MemoryAnswer]:
         all_params = _one_each(params, len(renders), "params")
         memories = _one_each(memory, len(renders), "memory")
+        own = list[StrictnessName | None]()
         for each, user_params in zip(memories, all_params, strict=True):
             self._check(each, adapter)
-            if each is not None:
-                read_options(user_params, each)
+            own.append(None if each is None else read_options(user_params, each).strictness)
+        if strictness is not None:
+            require_strictness(strictness)
         prompts = [require_rendered(render()) for render in renders]
         specs = [
-            None if each is None else self._spec(each, prompt, top_k, remainder)
-            for prompt, each in zip(prompts, memories, strict=True)
+            None if each is None else self._spec(each, prompt, top_k, remainder, own_strictness or strictness)
+            for prompt, each, own_strictness in zip(prompts, memories, own, strict=True)
         ]
         all_params = [with_spec(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)
@@ -223,10 +233,16 @@ class MemoryLLM:
         ]
 
     def _spec(
-        self, memory: ServedBundle, prompt: EngineInput, top_k: int | None, remainder: bool | None
+        self,
+        memory: ServedBundle,
+        prompt: EngineInput,
+        top_k: int | None,
+        remainder: bool | None,
+        strictness: StrictnessName | None,
     ) -> DecideSpec | InjectionSpec | None:
         remainder = self.config.remainder if remainder is None else remainder
-        return spec_for(memory, prompt, top_k or self.config.top_k, remainder, self._placeholders)
+        k, placeholders = top_k or self.config.top_k, self._placeholders
+        return spec_for(memory, prompt, k, remainder, placeholders, strictness=strictness)
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None

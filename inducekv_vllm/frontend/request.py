@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
@@ -16,6 +16,7 @@ from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import SamplingParams
 
 from ..bundle.activation import first_active_position
+from ..facts import STRICTNESS, StrictnessName, named_strictness
 from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec, TaskAdapter
 from ..vllm_seams.config import InduceKVConfig
 from .served_bundle import ServedBundle
@@ -23,6 +24,7 @@ from .served_bundle import ServedBundle
 OPTION_PREFIX = "inducekv_"
 TRACE_OPTION = "inducekv_trace"
 TOP_K_OPTION = "inducekv_top_k"
+STRICTNESS_OPTION: Final = "inducekv_strictness"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def engine_request(
     """Check a request, and make its spec. Arguments as for `spec_for`; raises what `read_options` raises."""
     options = read_options(params, memory)
     top_k = options.top_k or config.top_k
-    spec = spec_for(memory, prompt, top_k, config.remainder, placeholders, owner, task_adapters)
+    spec = spec_for(memory, prompt, top_k, config.remainder, placeholders, owner, task_adapters, options.strictness)
     return EngineRequest(memory, params, spec, with_spec(params, spec), options.trace)
 
 
@@ -58,6 +60,7 @@ class MemoryOptions:
 
     trace: bool = False
     top_k: int | None = None  # None for the server's setting
+    strictness: StrictnessName | None = None  # None for the memory's
 
 
 def read_options(params: SamplingParams, memory: ServedBundle) -> MemoryOptions:
@@ -69,7 +72,7 @@ def read_options(params: SamplingParams, memory: ServedBundle) -> MemoryOptions:
     """
     num_entries = memory.num_entries
     options = _own_arguments(params)
-    supported = {TRACE_OPTION, TOP_K_OPTION}
+    supported = {TRACE_OPTION, TOP_K_OPTION, STRICTNESS_OPTION}
     if unknown := sorted(options.keys() - supported):
         raise VLLMValidationError(
             f"unknown argument {unknown[0]!r} in vllm_xargs; a memory takes {', '.join(sorted(supported))}",
@@ -83,12 +86,23 @@ def read_options(params: SamplingParams, memory: ServedBundle) -> MemoryOptions:
             f"{TOP_K_OPTION} must be a whole number from 1 to {num_entries}, the memory's entries; found {top_k!r}",
             parameter="vllm_xargs",
         )
+    strictness = options.get(STRICTNESS_OPTION)
+    if strictness is not None:
+        require_strictness(strictness)
     if params.prompt_logprobs is not None and memory.needs_decision and memory.acts_on_prompt:
         raise VLLMValidationError(
             "log-probabilities of the prompt cannot be had from a memory that acts on the prompt once it is decided",
             parameter="prompt_logprobs",
         )
-    return MemoryOptions(trace=bool(trace), top_k=top_k)
+    return MemoryOptions(bool(trace), top_k, strictness)
+
+
+def require_strictness(found: object) -> None:
+    """Raise VLLMValidationError if it is no name of a strictness."""
+    if found not in tuple(STRICTNESS):  # it may be of any type
+        raise VLLMValidationError(
+            f"{STRICTNESS_OPTION} must be {named_strictness()}, found {found!r:.100}", parameter="vllm_xargs"
+        )
 
 
 def refuse_options(params: object) -> None:
@@ -115,6 +129,7 @@ def spec_for(
     placeholders: Collection[int],
     owner: str = "",
     task_adapters: Mapping[str, LoRARequest] | None = None,
+    strictness: StrictnessName | None = None,
 ) -> DecideSpec | InjectionSpec | None:
     """What the workers shall do for a prompt; None if there is nothing to inject: every entry has expired.
 
@@ -125,11 +140,13 @@ def spec_for(
         placeholders: the ids of tokens that stand for media.
         owner: who may share a decision.
         task_adapters: adapters by task, of tasks that have one instead of entries.
+        strictness: how much the prompt may differ from a fact's question; None for the memory's.
     """
     if memory.needs_decision:
         adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted((task_adapters or {}).items()))
         retrieval = memory.weighting != "uniform" and memory.num_entries > 0
-        return DecideSpec(memory.digest, retrieval, top_k, remainder, owner, adapters)
+        asked = strictness or memory.metadata.strictness
+        return DecideSpec(memory.digest, retrieval, top_k, remainder, owner, adapters, asked)
     alive = memory.alive()
     if not alive:
         return None

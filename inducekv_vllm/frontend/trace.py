@@ -27,6 +27,7 @@ def describe(name: str, memory: ServedBundle, decision: Decision) -> dict[str, A
         ],
         "facts": describe_facts(memory, decision),
         "missed": _missed(memory, decision),
+        "strictness": decision.strictness,
     }
 
 

@@ -69,7 +69,8 @@ class Deciding:
             self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
-        found = None if facts is None else facts.find(request.prompt, tasks, features.picture)
+        strictness = None if facts is None else request.spec.strictness
+        found = None if facts is None else facts.find(request.prompt, tasks, features.picture, strictness)
         return Decision(
             outcome=outcome_of(index, request.spec, lookup, request.prompt, self._placeholders),
             task=gate.task if gate is not None else None,
@@ -78,6 +79,7 @@ class Deciding:
             valid_until=expiry.timestamp() if expiry is not None else None,
             fact=found if isinstance(found, FactFound) else None,
             missed=found if isinstance(found, FactMissed) else None,
+            strictness=strictness,
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from inducekv_vllm.backbone.stored_facts import StoredFacts
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.facts import FactFound
+from inducekv_vllm.facts import FactFound, FactMissed
 from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
@@ -134,24 +134,31 @@ class BundledModel:
     ) -> list[str]:
         prompts = [self.scorer.prefix(example) for example in examples]
         injection = self._injection(examples, keys, prior, with_memory)
-        answers = self._stored_answers(examples, prompts)
+        answers = [_said(each) for each in self._facts_of(examples, prompts)]
         generations = generate(self.backbone, prompts, max_new_tokens, *injection, answers=answers)
         tokenizer = self.backbone.tokenizer
         return [tokenizer.decode(g.token_ids, skip_special_tokens=True).strip() for g in generations]
 
-    def _stored_answers(self, examples: Sequence[Example], prompts: Sequence[Inputs]) -> list[Sequence[int] | None]:
-        """Of the facts that n questions ask for; none at all if there are no facts."""
+    def facts_of(self, examples: Sequence[Example]) -> list[FactFound | FactMissed | None]:
+        """The fact that each of n questions asks for, or the nearest; none at all if there are no facts."""
+        return self._facts_of(examples, [self.scorer.prefix(example) for example in examples])
+
+    def _facts_of(self, examples: Sequence[Example], prompts: Sequence[Inputs]) -> list[FactFound | FactMissed | None]:
         if self.facts is None or self.bundle is None:
             return []
         tasks = fact_tasks(self.bundle, self.evidence(examples))
         pictures: list[FloatArray | None] = [None] * len(prompts)
         if self.bundle.metadata.has_pictures:
             pictures = picture_states(self.backbone, prompts, turn_marks(self.backbone.processor))
-        found = [
+        return [
             self.facts.find(prompt["input_ids"][0].tolist(), allowed, picture)
             for prompt, allowed, picture in zip(prompts, tasks, pictures, strict=True)
         ]
-        return [each.token_ids if isinstance(each, FactFound) and each.withheld is None else None for each in found]
+
+
+def _said(found: FactFound | FactMissed | None) -> Sequence[int] | None:
+    """The stored answer, in tokens."""
+    return found.token_ids if isinstance(found, FactFound) and found.withheld is None else None
 
 
 def openings(bundle: Bundle, task: str, evidence: Tensor) -> dict[str, float]:

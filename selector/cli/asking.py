@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inducekv_vllm.errors import ConfigError
 
-from ..client import Server, messages_of
+from ..client import Answer, Server, messages_of
 from .servers import require_address
 
 if TYPE_CHECKING:
@@ -68,12 +68,23 @@ def served_decisions(url: str, name: str, examples: Sequence[Example]) -> list[t
         return list(workers.map(decision, examples))
 
 
-def served_answers(url: str, model: str, examples: Sequence[Example], max_tokens: int) -> list[str]:
-    """Greedy answers. Raises ConfigError: the server cannot be reached or refuses."""
+def served_answers(
+    url: str, model: str, examples: Sequence[Example], max_tokens: int, *, trace: bool = False
+) -> list[Answer]:
+    """Greedy answers, with their traces or without. Raises ConfigError: the server cannot be reached or refuses."""
     server = Server.from_environment(url)
 
-    def answer(example: Example) -> str:
-        return server.ask(model, messages_of(example), max_tokens=max_tokens).text
+    def answer(example: Example) -> Answer:
+        return server.ask(model, messages_of(example), max_tokens=max_tokens, trace=trace)
 
     with ThreadPoolExecutor(AT_ONCE) as workers:
         return list(workers.map(answer, examples))
+
+
+def facts_in(answers: Sequence[Answer], url: str) -> list[str | None]:
+    """The id of the fact that each traced answer was said by. Raises ConfigError: a trace does not say it."""
+    try:
+        traces: list[Any] = [answer.trace for answer in answers]
+        return [next((each["id"] for each in trace["facts"]), None) for trace in traces]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"an answer of {url} has no trace of the facts") from error

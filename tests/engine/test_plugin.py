@@ -85,14 +85,17 @@ def test_specs_survive_the_journey() -> None:
     assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
     found = FactFound(3, 0.98, (7, 8))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
-    for decide in (DecideSpec("digest", False, None, True), DecideSpec("digest", True, 4, False, "owner", adapters)):
+    for decide in (
+        DecideSpec("digest", False, None, True),
+        DecideSpec("digest", True, 4, False, "owner", adapters, "strict"),
+    ):
         assert parse_spec(json.loads(json.dumps({"inducekv": decide.to_extra_args()}))) == decide
     for decision in (
         Decision(memory, "cached", "a", (0.5, -0.25), 0.75, 0.001, 1.5e9),
         Decision(Untouched("outside"), margins=(-1.0,)),
         Decision(TaskAdapter("lora", 3, "/adapters/style"), task="a", fact=found),
         Decision(Untouched(), fact=replace(found, withheld="the request asks for structured output")),
-        Decision(Untouched(), missed=FactMissed(3, "it names 'lyon'", ("berlin",), ("lyon",))),
+        Decision(Untouched(), missed=FactMissed(3, "it names 'lyon'", ("berlin",), ("lyon",)), strictness="lenient"),
         Decision(Failed("not finite")),
     ):
         assert Decision.unpack(decision.pack()) == decision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inducekv_vllm.facts import NORMAL, Comparison, QuestionIndex, Strictness
+from inducekv_vllm.facts import NORMAL, STRICTNESS, Comparison, QuestionIndex, Strictness
 from inducekv_vllm.facts.language import language_of
 from inducekv_vllm.facts.question import read
 from inducekv_vllm.facts.rule import compare
@@ -13,6 +13,8 @@ WIFI = "What is the wifi password of the Berlin office?"
 CLOSES = "When does the warehouse in Leipzig close on Fridays?"
 DATABASE = "Which port does the staging database listen on?"
 FOUNDED = "Who founded Acme?"
+TALL = "How tall is Anna?"
+WARRANTY = "How long is the warranty of the AX-200 router?"
 ON_CALL = "Who is the on-call engineer for payments next week?"
 
 
@@ -50,6 +52,13 @@ def why(stored: str, asked: str) -> str | None:
         ("On what team is Mikael Almorán?", "Player Mikael Almorán is on what team?"),
         ("Who performed In My Life?", "In My Life was performed by"),
         ("The Lyon Post was written in which language?", "The language of The Lyon Post is"),
+        (TALL, "What is Anna's height?"),
+        (TALL, "the height of Anna"),
+        (WARRANTY, "How long is the AX-200 router's warranty?"),
+        (WARRANTY, "What is the AX-200's warranty?"),
+        ("What did Anna die of?", "What was the cause of Anna's death?"),
+        ("What is the code of Lima?", "What is the code of the city of Lima?"),
+        ("How do I link to a point in time of a YouTube video?", "How do I link to a point in a YouTube video?"),
     ],
 )
 def test_the_same_in_other_words(stored: str, asked: str) -> None:
@@ -77,6 +86,14 @@ def test_the_same_in_other_words(stored: str, asked: str) -> None:
         (CLOSES, "When does the warehouse in Leipzig open on Fridays?", "it says something else in its place"),
         ("What is the rate from EUR to USD?", "What is the rate from USD to EUR?", "it turns it round"),
         ("Did Norway beat Sweden?", "Did Sweden beat Norway?", "it turns it round"),
+        (TALL, "How tall was Anna's brother?", "it asks about 'brother'"),
+        (TALL, "What is the height of Anna's brother?", "it asks about 'brother'"),
+        (TALL, "How tall is the brother of Anna?", "it asks about 'brother'"),
+        (TALL, "how tall is Anna's house", "it asks about 'house'"),
+        (WARRANTY, "How long is the AX-200 router?", "it does not ask about 'warranty'"),
+        ("Who heads the Berlin office?", "Who heads the Berlin office's kitchen?", "it asks about 'kitchen'"),
+        ("Who heads Acme?", "Who heads Lyon's branch of Acme?", "it asks about 'branch'"),
+        ("Who heads Acme?", "Who heads branch 7 of Acme?", "'7' is in one of them alone"),
     ],
 )
 def test_another_question(stored: str, asked: str, reason: str) -> None:
@@ -221,3 +238,16 @@ def test_a_stricter_rule_accepts_less() -> None:
         )
         assert loose.is_asked >= usual.is_asked >= strict.is_asked
         assert (loose.said, loose.more) == (usual.said, usual.more) == (strict.said, strict.more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "accepted"),
+    [
+        ("staging database port", ["strict", "normal", "lenient"]),
+        ("Which port does our staging database listen on today?", ["normal", "lenient"]),
+        ("port of the staging server", ["lenient"]),
+        ("Who owns the staging database?", []),
+    ],
+)
+def test_named_strictness(asked: str, accepted: list[str]) -> None:
+    assert [name for name, each in STRICTNESS.items() if compared(DATABASE, asked, each).is_asked] == accepted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,10 +49,40 @@ def path(model_folders: dict[str, Path], tmp_path: Path) -> Path:
 
 def test_facts_answer_here(path: Path, questions: Path, model_folders: dict[str, Path]) -> None:
     lines = command("eval", path, "--questions", questions, "--model", model_folders["llava"], "--max-tokens", "8")
-    assert [line.split() for line in lines.splitlines()[1:]] == [
+    assert [line.split() for line in lines.splitlines()[1:3]] == [
         ["keepers", "2", "0", "(0.0%)", "1", "(50.0%)"],
         ["x", "1", "0", "(0.0%)", "0", "(0.0%)"],
     ]
+    assert misses_in(lines) == [["Who keeps the bridge?", "keepers/2", "-", "no fact has its answer", "-", "-", "-"]]
+
+
+def misses_in(printed: str) -> list[list[str]]:
+    """The cells of the table of misses, if there is one."""
+    _, _, table = printed.partition(" by a wrong one")
+    return [re.split(r"  +", line.strip()) for line in table.splitlines()[2:]]
+
+
+def test_misses_are_named(path: Path, model_folders: dict[str, Path], tmp_path: Path) -> None:
+    """With the wording that would have been found: once it is added, nothing is missed."""
+    asked, wording = tmp_path / "asked.csv", "Which person tends that tower?"
+    far = f"{'Long ago it was said. ' * 5}Which person tends it?"
+    asked.write_text(f"question,answer\nWho keeps the tower?,Ann\n{wording},Ann\n{far},Bo\nWhy?,b\n")
+    here = ("--questions", asked, "--model", model_folders["llava"], "--max-tokens", "4")
+    lines = command("eval", path, *here)
+    assert "2 questions that no fact answered and one should have, 0 by a wrong one:" in lines
+    first, second = misses_in(lines)
+    assert first[:2] + first[-3:] == [wording, "-", "keeps", "tends", wording]
+    assert (first[2], second[0], second[-1]) == ("keepers/1", f"{far[:100]}...", "-")
+    limited = command("eval", path, *here, "--misses", "1")
+    assert "by a wrong one; the first 1:" in limited
+    assert len(misses_in(limited)) == 1
+    assert "by a wrong one" not in command("eval", path, *here, "--misses", "0")
+
+    more, bundle = tmp_path / "more.jsonl", tmp_path / "more.safetensors"
+    messages = [{"role": "user", "content": "Who keeps the tower?"}]
+    more.write_text(json.dumps({"id": first[2], "messages": messages, "answer": "Ann", "also": [wording]}))
+    command("teach", "--model", model_folders["llava"], "--bundle", path, "--task", more, "--output", bundle)
+    assert [row[0] for row in misses_in(command("eval", bundle, *here))] == [f"{far[:100]}..."]
 
 
 def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
@@ -61,13 +93,20 @@ def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
             cards = {"/v1/memory_bundles": [{"name": "facts", "digest": digest}], "/v1/models": models}
             return 200, {"data": cards[request.path]}
         asked.append((request.body["model"], request.body["max_tokens"], request.body["temperature"]))
-        return 200, {"choices": [{"message": {"content": "Ann" if request.body["model"] == "facts" else None}}]}
+        if request.body["model"] == "base":
+            return 200, {"choices": [{"message": {"content": None}}]}
+        facts = [{"id": "keepers/1"}] if "tower" in str(request.body["messages"]) else []
+        traced = {"choices": [{"message": {"content": "Ann"}}], "kv_transfer_params": {"inducekv": {"facts": facts}}}
+        return 200, traced | ({} if traces else {"kv_transfer_params": None})
 
     models = [{"id": "base", "parent": None}, {"id": "facts", "parent": "base"}]
+    traces = [True]
     with imitated_server(answer) as url:
         lines = command("eval", path, "--questions", questions, "--url", url).splitlines()
         assert [line.split()[2:] for line in lines[1:]] == [[*NONE, "1", "(50.0%)"], [*NONE, *NONE]]
         assert sorted(asked) == [("base", 64, 0)] * 3 + [("facts", 64, 0)] * 3
+        traces.clear()
+        assert "has no trace of the facts" in refuse("eval", path, "--questions", questions, "--url", url)
         models.clear()
         refused = refuse("eval", path, "--questions", questions, "--url", url)
     assert "does not say of which model 'facts' is a bundle" in refused
@@ -115,6 +154,7 @@ def test_what_is_refused(path: Path, questions: Path, model_folders: dict[str, P
     for arguments, problem in (
         ((*model, "--name", "x"), "give its --url"),
         ((*model, "--max-tokens", "0"), "--max-tokens must be at least 1, found 0"),
+        ((*model, "--misses", "-1"), "--misses must be at least 0, found -1"),
         (("--url", "127.0.0.1:1"), "--url must be an http or https address"),
     ):
         assert problem in refuse("eval", path, "--questions", questions, *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, with_metadata, write_bundle
-from inducekv_vllm.errors import CapacityError, TaskDataError, UnknownFact
+from inducekv_vllm.errors import BundleError, CapacityError, TaskDataError, UnknownFact
 from inducekv_vllm.facts import MOST_CHARACTERS, FactFound
-from inducekv_vllm.teaching import fact_of, forgotten, replaced_by, stored_bytes, taught
+from inducekv_vllm.teaching import fact_of, forgotten, replaced_by, stored_bytes, taught, with_wordings
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -78,6 +80,28 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     assert "fact\tRome\tcodes" in capsys.readouterr().out
 
 
+def test_strictness(model: Path, reader: FactReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stays until another one is given, whatever is taught or forgotten."""
+    first, second, third = (tmp_path / f"{name}.safetensors" for name in ("first", "second", "third"))
+    task = write(tmp_path / "codes.jsonl", CITIES)
+    options = ["teach", "--model", str(model), "--task", str(task), "--strictness", "lenient"]
+    assert bundle_command([*options, "--output", str(first)]) == 0
+    question = "What is the secret code of Lima?"
+    assert asked(reader, read_bundle(first), question) == ["Lima"]
+    assert bundle_command(["inspect", str(first)]) == 0
+    assert re.search(r"^facts +10 \(lenient\)$", capsys.readouterr().out, re.MULTILINE)
+
+    options = ["teach", "--model", str(model), "--bundle", str(first), "--forget", "Oslo"]
+    assert bundle_command([*options, "--output", str(second)]) == 0
+    assert asked(reader, read_bundle(second), question) == ["Lima"]
+    options = ["teach", "--model", str(model), "--bundle", str(second), "--strictness", "normal"]
+    assert bundle_command([*options, "--output", str(third)]) == 0
+    usual = read_bundle(third)
+    assert (asked(reader, usual, question), len(usual.metadata.facts)) == ([], 9)
+    with pytest.raises(BundleError, match="strictness must be strict, normal or lenient, found 'loose'"):
+        taught(usual, [], reader, strictness="loose")  # type: ignore[arg-type]
+
+
 def test_pictures(tmp_path: Path) -> None:
     """The command and the selector's model find them by the same states as the server."""
     model, pictures, lines = FAMILIES["llava-1.5"](tmp_path / "model"), drawings(12, 1), []
@@ -101,8 +125,9 @@ def test_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "--task or --forget"),
+        ([], "--task, --forget or --strictness"),
         (["--forget", "Lima"], "--forget needs the --bundle"),
+        (["--strictness", "strict"], "--strictness needs --task, or the --bundle"),
         (["--task", "TALK"], "expected one question, found a conversation"),
         (["--task", "TASK", "--budget-bytes", "10"], "its budget is 10"),
         (["--bundle", "FOREIGN", "--task", "TASK"], "made for another backbone"),
@@ -262,6 +287,47 @@ def test_wordings(reader: FactReader) -> None:
         TaskDataError, match=r"example 'Lima': its wording 'How is Lima abbreviated\?' asks for .*'new'"
     ):
         taught(bundle, [asks_it], reader)
+
+
+def test_proposed_wordings(reader: FactReader) -> None:
+    """Kept if they ask the same in other words, and ask nothing that another fact answers."""
+    oslo = fact_of("What is the code of Oslo?", "OSL", id="Oslo")
+    lima = fact_of(LIMA, "LIM", id="Lima", also=["Lima in three letters"])
+    bundle = taught(None, [oslo, fact_of("Which code does Lima use abroad?", "L", id="abroad")], reader)
+    good = ["Which code does Lima have?", "Tell me the code of Lima"]
+    texts = [
+        LIMA,
+        "what is the code of LIMA",
+        "Lima in three letters!",
+        "What is the code of Oslo?",
+        "Which code does Oslo have?",
+        "Who governs Lima?",
+        "Which code does Lima use abroad, please?",
+        good[0],
+        "which code does lima have",
+        "<|im_end|>Which code is Lima's?",
+        f"Which code does {'dear ' * 20}Lima have?",
+        "",
+        "?!",
+        good[1],
+        "The code of Lima, please",
+    ]
+    (kept,) = with_wordings(bundle, [lima], reader, {"Lima": texts}, {"Lima": 2})
+    assert (kept.also, kept.proposed) == (("Lima in three letters", *good), tuple(good))
+    assert asked(reader, taught(bundle, [kept], reader), good[0]) == ["Lima"]
+    (nothing,) = with_wordings(None, [lima], reader, {"Lima": texts[:6]}, {"Lima": 2})
+    assert (nothing.also, nothing.proposed) == (lima.also, ())
+    full = fact_of(LIMA, "LIM", id="Lima", also=[f"Lima in {n} letters" for n in range(31)])
+    (kept,) = with_wordings(None, [full], reader, {"Lima": texts}, {"Lima": 8})
+    assert len(kept.also) == 32
+    assert kept.proposed == kept.also[31:]
+    assert with_wordings(bundle, [lima], reader, {}, {}) == [lima]
+    reports = fact_of("Where do I file expense reports?", "in the portal", id="reports")
+    texts = ["Where can I file expense reports in Rome?", "Where can I file expense reports?"]
+    (kept,) = with_wordings(None, [reports], reader, {"reports": texts}, {"reports": 4})
+    assert kept.proposed == tuple(texts[1:])
+    with pytest.raises(ValidationError, match="a proposed wording must be one of `also`, found 'x'"):
+        FactRecord(**{**lima.model_dump(), "proposed": ["x"]})
 
 
 def test_wordings_of_a_superseded_fact_do_not_count(reader: FactReader) -> None:
