@@ -15,7 +15,7 @@ Server = Literal["plain", "plugin", "lora"]
 SERVERS: Final[tuple[Server, ...]] = ("plain", "plugin", "lora")
 BASE = "base"  # the served name of the model itself
 NONE, IDLE, LORA_NONE, LORA = "none", "idle", "lora_none", "lora"
-OWN: Final[dict[Server, str]] = {"plain": NONE, "plugin": IDLE, "lora": LORA_NONE}  # no memory and no adapter
+OWN: Final[dict[Server, str]] = {"plugin": IDLE, "lora": LORA_NONE}  # no memory and no adapter there
 SECOND_TURN = "turn2_"  # begins the names of methods that measure one
 SECOND_TURN_TOKENS = 32  # what the second turn's question adds to the conversation
 LONGER_PROMPT = "longer_prompt"
@@ -45,7 +45,7 @@ class Method:
     def bases(self) -> dict[str, str]:
         """What its times are divided by: `x`, no plugin; `x_own`, the same server without memory or adapter."""
         turn = SECOND_TURN if self.then else ""
-        found = {"x": turn + NONE, "x_own": turn + OWN[self.server]}
+        found = {"x": turn + NONE} | ({"x_own": turn + OWN[self.server]} if self.server in OWN else {})
         return {ratio: base for ratio, base in found.items() if base != self.name}
 
 

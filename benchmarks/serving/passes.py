@@ -15,7 +15,7 @@ from benchmarks.serving.methods import Method
 
 WARM_UP = -1  # the number of the pass that is dropped
 WARM_TOKENS = 8
-FAILURES = 3  # blocks after which a method is no longer asked
+FAILURES = 3  # blocks, one after the other, after which a method is no longer asked
 FIRST_BLOCK_SECONDS = 2.0  # what a block is taken to need before one of its kind was seen
 SLACK = 1.3  # a block may take so many times the last one
 
@@ -68,9 +68,8 @@ class Passes:
             seconds, timings, failed = await asyncio.wait_for(self.ask(cell, method, count, tokens), left)
         except TimeoutError:
             return False
-        if failed:
-            self._failures[method.name] += 1
-        elif not warming:
+        self._failures[method.name] = self._failures[method.name] + 1 if failed else 0
+        if not failed and not warming:
             self._took[cell, method.name] = seconds
         block = {"cell": cell.name, "method": method.name, "pass": number, "seconds": round(seconds, 5)}
         self.keep(block | {"requests": list(timings)} | ({"failed": failed} if failed else {}))

@@ -56,7 +56,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 CELLS_ON_CPU = ("1x256", "4x256", "16x256", "1x256p", "1x256b")
 CELLS_ON_GPU = ("1x256", "8x256", "64x256", "1x2048", "1x256b", "1x256p", "8x2048", "64x2048")
 SMOKE_CELLS = ("1x256p", "2x256")
-STARTING = 0.6  # the part of the budget in which the servers must have started
+STARTING = 0.7  # the part of the budget in which the servers must have started
 ENDING_SECONDS = 5  # of the budget
 TRACED = Cell(1, 256, picture=True)
 REPORTED = ("model", "layers", "dtype", "output_tokens", "lora_rank", "budget", "smoke")

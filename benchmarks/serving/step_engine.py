@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from inducekv_vllm.frontend.offline import MemoryLLM
     from inducekv_vllm.frontend.served_bundle import ServedBundle
+    from inducekv_vllm.protocol import Decision
 
 SETTLING = 12  # steps: prompts, a gate's decision, what is compiled
 TIMED = 18  # steps
@@ -107,9 +108,20 @@ def profiled(
     with watched(llm.llm_engine, steps) as seen:
         if offline is None or memory is None:
             llm.chat(chats, params, use_tqdm=False)
+            decisions = []
         else:
-            offline.chat(chats, params, memory=memory)
-    return row_of(seen.seconds, seen.events, steps)
+            decisions = [answer.decision for answer in offline.chat(chats, params, memory=memory)]
+    return row_of(seen.seconds, seen.events, steps) | decided([each for each in decisions if each is not None])
+
+
+def decided(decisions: Sequence[Decision]) -> dict[str, int]:
+    """Of how many requests the gate was open, and memory began in the pass that decided it."""
+    if not decisions:
+        return {}
+    return {
+        "open": sum(each.task is not None for each in decisions),
+        "same_pass": sum(each.same_pass for each in decisions),
+    }
 
 
 class Seen:

@@ -77,6 +77,19 @@ def test_a_method_that_keeps_failing_is_dropped(failing: str) -> None:
     assert all(block["failed"] == ["HTTP 500"] for block in world.kept if block["method"] in failing)
 
 
+def test_a_method_that_fails_now_and_then_stays() -> None:
+    world, passes = World(), World().passes()
+    times = itertools.count()
+
+    async def ask(cell: Cell, method: Method, count: int, tokens: int) -> tuple[float, Sequence[Any], list[str]]:
+        world.failing = "b" if method.name == "b" and next(times) % 2 else ""
+        return await world.ask(cell, method, count, tokens)
+
+    passes.ask, passes.keep = ask, world.kept.append
+    assert asyncio.run(passes.run(4)) == 4
+    assert Counter(block["method"] for block in world.kept)["b"] == 2 + 4 * 3
+
+
 def test_a_server_that_hangs_does_not_keep_the_run_beyond_its_budget() -> None:
     async def hang(*_: Any) -> Any:
         await asyncio.sleep(60)

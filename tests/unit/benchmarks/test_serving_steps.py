@@ -36,6 +36,13 @@ def test_on_a_cpu_there_is_the_time_of_a_step_alone() -> None:
     assert step_engine.row_of([0.002], [on_host("aten::add")], 2) == {"step_ms": 2.0}
 
 
+def test_a_row_says_of_how_many_requests_memory_acted() -> None:
+    found = ((None, False), ("t", False), ("t", True))
+    closed, open_, went_on = (SimpleNamespace(task=task, same_pass=same) for task, same in found)
+    assert step_engine.decided([closed, open_, went_on]) == {"open": 2, "same_pass": 1}
+    assert step_engine.decided([]) == {}
+
+
 def test_steps_are_timed_before_they_are_profiled_and_an_engine_is_left_as_it_was() -> None:
     def step() -> int:
         return 7
