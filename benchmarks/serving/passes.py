@@ -44,13 +44,14 @@ class Passes:
     _failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     async def run(self, most: int | None) -> int:
-        """Warm up, then go over all cells, at most `most` times, until no block fits the time left: whole passes."""
-        for cell, methods in self.plan.items():
-            for method in methods:
-                await self._block(cell, method, WARM_UP)
+        """Go over all cells, at most `most` times, until no block fits the time left: whole passes.
+
+        The first one warms each cell up.
+        """
         whole = 0
         for number in itertools.count() if most is None else range(most):
-            asked = [await self._block(cell, method, number) for cell, method in self._order(number)]
+            planned = ((cell, *block) for cell in self.plan for block in self._blocks(cell, number))
+            asked = [await self._block(cell, method, each) for cell, method, each in planned]
             if not any(asked):
                 break
             whole += all(asked)
@@ -75,13 +76,13 @@ class Passes:
         self.keep(block | {"requests": list(timings)} | ({"failed": failed} if failed else {}))
         return True
 
-    def _order(self, number: int) -> Iterator[tuple[Cell, Method]]:
-        """Of a pass: cell by cell, the methods by turns, without those that keep failing."""
-        for cell, methods in self.plan.items():
-            for turn in range(cell.turns):
-                for method in rotated(methods, number * cell.turns + turn):
-                    if self._failures[method.name] < FAILURES:
-                        yield cell, method
+    def _blocks(self, cell: Cell, number: int) -> Iterator[tuple[Method, int]]:
+        """The methods of a cell in a pass, without those that keep failing, and the number that each block has."""
+        turns = [(rotated(self.plan[cell], number * cell.turns + turn), number) for turn in range(cell.turns)]
+        for methods, each in [(self.plan[cell], WARM_UP), *turns] if number == 0 else turns:
+            for method in methods:
+                if self._failures[method.name] < FAILURES:
+                    yield method, each
 
 
 def rotated(methods: Sequence[Method], by: int) -> list[Method]:

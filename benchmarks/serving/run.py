@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -51,7 +52,7 @@ from benchmarks.serving.passes import Passes
 from benchmarks.serving.prompts import EXEMPLARS, PromptMaker
 from benchmarks.serving.servers import Command, commands, side_by_side
 
-BEGAN = time.monotonic()
+BEGAN = time.monotonic() - (time.time() - psutil.Process().create_time())  # what is imported counts as well
 RESULTS = Path(__file__).parents[1] / "results"
 CELLS_ON_CPU = ("1x256", "4x256", "16x256", "1x256p", "1x256b")
 CELLS_ON_GPU = ("1x256", "8x256", "64x256", "1x2048", "1x256b", "1x256p", "8x2048", "64x2048")
