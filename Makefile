@@ -118,7 +118,7 @@ test-wheel: setup-dev
 	$(BIN)/python -m pytest -m "slow or not slow" tests/server/test_wheel.py $(PYTEST_ARGS)
 
 bench-serving: setup
-	$(BIN)/python -m benchmarks.serving.run
+	$(BIN)/python -m benchmarks.serving.run --budget 3600
 
 # On a machine with a GPU, with what is installed there: sets nothing up. benchmarks/gpu.py says what it needs.
 gpu:

@@ -13,6 +13,7 @@ class Geometry:
     head_size: int  # D
     hidden_size: int  # d
     intermediate_size: int  # of the MLP
+    vocabulary: int  # tokens
 
     @property
     def heads_per_kv_head(self) -> int:
@@ -24,11 +25,11 @@ class Geometry:
 
 
 GEOMETRIES = {
-    "qwen3-vl-2b": Geometry(28, 16, 8, 128, 2048, 6144),
-    "qwen3-vl-4b": Geometry(36, 32, 8, 128, 2560, 9728),
-    "qwen3-vl-8b": Geometry(36, 32, 8, 128, 4096, 12288),
-    "qwen2.5-vl-7b": Geometry(28, 28, 4, 128, 3584, 18944),
-    "llava-1.5-7b": Geometry(32, 32, 32, 128, 4096, 11008),
-    "80m": Geometry(12, 12, 4, 64, 768, 2048),  # of no published model: what two cores can serve
-    "tiny": Geometry(2, 6, 2, 64, 48, 64),
+    "qwen3-vl-2b": Geometry(28, 16, 8, 128, 2048, 6144, 151936),
+    "qwen3-vl-4b": Geometry(36, 32, 8, 128, 2560, 9728, 151936),
+    "qwen3-vl-8b": Geometry(36, 32, 8, 128, 4096, 12288, 151936),
+    "qwen2.5-vl-7b": Geometry(28, 28, 4, 128, 3584, 18944, 152064),
+    "llava-1.5-7b": Geometry(32, 32, 32, 128, 4096, 11008, 32064),
+    "80m": Geometry(12, 12, 4, 64, 768, 2048, 1024),  # of no published model: what two cores can serve
+    "tiny": Geometry(2, 6, 2, 64, 48, 64, 1024),
 }

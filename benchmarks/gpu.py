@@ -1,10 +1,10 @@
 """Everything that only a GPU can show, in one command: `python -m benchmarks.gpu`, or `make gpu`.
 
 It runs the kernels' tests (every variant), the kernels' benchmark for each model and dtype, the test of a training,
-and, where vLLM is installed, the tests of a whole engine and the benchmark of a server. It needs torch, triton,
-numpy, transformers and pytest; what needs more is left out by name. A step that fails does not stop the others. JSON
-goes to `benchmarks/results/`; the summary, `gpu.json`, is written after each step. Paths are relative to the
-repository. The exit status is 1 if a step has failed.
+and, where vLLM is installed, the tests of a whole engine, the benchmark of three servers side by side and the profile
+of a decoding step. It needs torch, triton, numpy, transformers and pytest; what needs more is left out by name. A step
+that fails does not stop the others. JSON goes to `benchmarks/results/`; the summary, `gpu.json`, is written after each
+step. Paths are relative to the repository. The exit status is 1 if a step has failed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = ("qwen3-vl-4b", "llava-1.5-7b")
 DTYPES = ("bfloat16", "float16")
 SERVED = "qwen3-vl-4b"
+SERVING_SECONDS = 600  # the servers' starts took 240 of them on the one GPU where they were seen
 SELECTOR = ("faiss-cpu", "pydantic")
 ENGINE = ("vllm", *SELECTOR)
 # Left to itself vLLM's Triton attention rounds float32 products to TF32, too much for the tests' tolerance.
@@ -72,8 +73,12 @@ def steps(models: Sequence[str], dtypes: Sequence[str], results: Path) -> list[S
             stem = f"kernels_{model}_{dtype}"
             benchmark = ("-m", "benchmarks.kernels.run", "--geometry", model, "--device", "cuda", "--dtype", dtype)
             measured.append(Step(f"{model} {dtype}", (*benchmark, "--output", str(results / f"{stem}.json"))))
-    serving = ("-m", "benchmarks.serving.run", "--model", SERVED, "--methods", "gated", "--concurrency", "1", "8", "64")
-    measured.append(Step("serving", serving, (*ENGINE, "locust", "peft")))
+    served = ("--model", SERVED, "--dtype", DTYPES[0], "--output")
+    served_needs = (*ENGINE, "aiohttp", "peft")
+    serving, steps_of = (str(results / f"{name}_{SERVED}_{DTYPES[0]}.json") for name in ("serving", "steps"))
+    gated = ("--methods", "gated", "--budget", str(SERVING_SECONDS))
+    measured.append(Step("serving", ("-m", "benchmarks.serving.run", *served, serving, *gated), served_needs))
+    measured.append(Step("decoding steps", ("-m", "benchmarks.serving.steps", *served, steps_of), served_needs))
     return tests + measured
 
 

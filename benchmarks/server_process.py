@@ -51,14 +51,15 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
 
 @contextmanager
 def starting(
-    arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None
-) -> Iterator[Callable[[], str]]:
+    arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None, module: str = "server.launcher"
+) -> Iterator[Callable[..., str]]:
     """Start `inducekv-serve *arguments` and yield a function that waits until it is healthy and returns its base URL.
 
-    That function raises ServerFailed if the server never becomes healthy.
+    That function takes the seconds to wait (default: START_SECONDS). It raises ServerFailed if the server does not
+    become healthy, and stops it. `module` is that of another server.
     """
     with reserved_port() as port, log.open("wb") as output:
-        command = [sys.executable, "-m", "server.launcher", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
         before = signal.signal(signal.SIGTERM, _exit)
         # In a session of its own, so that Ctrl-C reaches only this process, which then stops the server and its engine.
         process = subprocess.Popen(
@@ -97,18 +98,21 @@ def _exit(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float = START_SECONDS) -> str:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise ServerFailed(f"the server ended with exit status {process.returncode}; from its log:\n{_reason(log)}")
+            raise ServerFailed(
+                f"the server ended with exit status {process.returncode}; from its log:\n{reason_in(log)}"
+            )
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return url
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise ServerFailed(f"the server did not answer within {START_SECONDS:.0f} s; from its log:\n{_reason(log)}")
+    _stop(process)
+    raise ServerFailed(f"the server did not answer within {seconds:.0f} s; from its log:\n{reason_in(log)}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -122,7 +126,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _reason(log: Path) -> str:
+def reason_in(log: Path) -> str:
     """The log's lines that name an error (another process often logs the cause early), and its last lines."""
     lines = log.read_text(errors="replace").splitlines()
     named = dict.fromkeys(line for line in lines if re.search(r"\w(Error|Exception|Model|error): ", line))

@@ -157,20 +157,25 @@ def _write_weights(model: LlavaForConditionalGeneration, path: Path) -> None:
     path.chmod(0o644)
 
 
+def write_settings(config: LlavaConfig, tokenizer: PreTrainedTokenizerFast, directory: Path, dtype: str) -> None:
+    """A checkpoint but for its weights."""
+    build_processor(tokenizer).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    settings = config.to_dict()
+    settings["architectures"] = ["LlavaForConditionalGeneration"]
+    for part in (settings, settings["text_config"], settings["vision_config"]):
+        part["dtype"] = dtype
+    (directory / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    GenerationConfig(eos_token_id=END, pad_token_id=PAD, do_sample=False).save_pretrained(directory)
+
+
 def export(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
     """Writes a complete checkpoint, tensors stored as float16; swaps it in as a whole."""
     staging = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    build_processor(tokenizer).save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    config = model.config.to_dict()
-    config["architectures"] = ["LlavaForConditionalGeneration"]
     # Engines compute in float32 unless told otherwise; float16 is only how the file is stored.
-    for part in (config, config["text_config"], config["vision_config"]):
-        part["dtype"] = "float32"
-    (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    GenerationConfig(eos_token_id=END, pad_token_id=PAD, do_sample=False).save_pretrained(staging)
+    write_settings(model.config, tokenizer, staging, "float32")
     _write_weights(model, staging / "model.safetensors")
     old = directory.with_name(directory.name + ".old")
     if directory.exists():

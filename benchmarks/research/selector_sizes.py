@@ -39,7 +39,7 @@ def measure(geometry: Geometry, tokens: int, folder: Path) -> dict[str, float]:
     """Times for one example, and the bytes that autograd keeps of it."""
     import torch
 
-    from benchmarks.serving.bundles import make_model
+    from benchmarks.serving.model import make_model
     from selector.backbone.extraction import extract
     from selector.backbone.model import Backbone
     from selector.backbone.scoring import Scorer

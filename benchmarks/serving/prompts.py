@@ -1,15 +1,23 @@
-"""Chat requests of an exact length, each with a prompt and a picture that no other request has."""
+"""Chat requests of an exact length, each with a prompt, and a picture if it has one, that no other request has."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.chat import Message, user_turn
+from benchmarks.chat import Message, question_of, user_turn
+from benchmarks.demo.scenes import PICTURE
+from benchmarks.demo.world import examples
+from benchmarks.serving.cells import Cell
+from inducekv_vllm.errors import ConfigError
+
+TASK = "guild"  # of the demo world: whose examples are replayed
+EXEMPLARS = 128  # more than the context of the demo model takes
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,7 @@ class Exemplar:
 class PromptMaker:
     """Makes the messages of requests from the model's own tokenizer; the same seed makes the same requests."""
 
-    def __init__(self, model: Path, exemplars: list[Exemplar], seed: int) -> None:
-        self.exemplars = exemplars
+    def __init__(self, model: Path, seed: int) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._image_tokens: int = AutoConfig.from_pretrained(model).image_seq_length
         self._rng = np.random.default_rng(seed)
@@ -33,6 +40,11 @@ class PromptMaker:
         # Words of one token each, with their leading space, so that a text's length in tokens is its number of words.
         self._words = sorted(p.replace("Ġ", " ") for p in pieces if re.fullmatch("Ġ[a-z]{2,}", p))
         assert len(self._words) >= 20, f"{model}: too few one-word tokens to make prompts of"
+
+    @cached_property
+    def exemplars(self) -> list[Exemplar]:
+        found = examples(TASK, "train", EXEMPLARS)
+        return [Exemplar(pixels, question_of(record), record["answer"]) for record, pixels in found]
 
     def length(self, messages: list[Message]) -> int:
         """Tokens of a whole prompt as the model sees it: chat template, pictures, texts and generation prompt."""
@@ -42,27 +54,38 @@ class PromptMaker:
         ids = self._tokenizer(prompt, add_special_tokens=False).input_ids
         return len(ids) + len(pictures) * (self._image_tokens - 1)
 
-    def question(self, tokens: int) -> list[Message]:
-        """One user turn with a picture, a prompt of exactly `tokens` tokens."""
-        picture = self._unique(self.exemplars[int(self._rng.integers(len(self.exemplars)))].pixels)
-        words = self._rng.choice(self._words, size=tokens - self.length([user_turn(picture, "")]))
-        messages = [user_turn(picture, "".join(words))]
+    def question_in(self, cell: Cell, more: int = 0) -> list[Message]:
+        """One user turn as the requests of a cell have it, longer by `more` tokens."""
+        return self.question(int(self._rng.choice(cell.lengths)) + more, picture=cell.picture)
+
+    def question(self, tokens: int, *, picture: bool) -> list[Message]:
+        """One user turn, a prompt of exactly `tokens` tokens.
+
+        Raises:
+            ConfigError: what is around the words is longer.
+        """
+        pixels = self._rng.integers(256, size=(PICTURE, PICTURE, 3), dtype=np.uint8) if picture else None
+        around = self.length([_turn(pixels, "")])
+        if tokens < around:
+            raise ConfigError(f"a prompt of {tokens} tokens has no room for the {around} around its words")
+        messages = [_turn(pixels, "".join(self._rng.choice(self._words, size=tokens - around)))]
         assert self.length(messages) == tokens, f"made a prompt of {self.length(messages)} tokens, not {tokens}"
         return messages
 
-    def replayed(self, exemplars: int, tokens: int) -> list[Message]:
-        """The same after `exemplars` chat turns of solved examples, in an order of its own."""
+    def replayed(self, exemplars: int, cell: Cell) -> list[Message]:
+        """A question after at most `exemplars` chat turns of solved examples, in an order of its own."""
         order = self._rng.permutation(len(self.exemplars))[:exemplars]
         solved = [message for index in order for message in self._solved(self.exemplars[index])]
-        return [*solved, *self.question(tokens)]
+        return [*solved, *self.question_in(cell)]
 
     def follow_up(self, tokens: int) -> Message:
         """One more user turn, of `tokens` words."""
         return {"role": "user", "content": "".join(self._rng.choice(self._words, size=tokens))}
 
+    @cached_property
     def exemplar_tokens(self) -> int:
         """By how many tokens the longest of the exemplars makes a prompt longer."""
-        question = self.question(64)
+        question = self.question(64, picture=True)
         return max(self.length([*self._solved(e), *question]) for e in self.exemplars) - self.length(question)
 
     def _solved(self, exemplar: Exemplar) -> list[Message]:
@@ -75,3 +98,10 @@ class PromptMaker:
         changed = pixels.copy()
         changed[0, :4] = self._rng.integers(256, size=(4, 3))
         return changed
+
+
+def _turn(pixels: np.ndarray | None, text: str) -> Message:
+    """One user message: a picture (`[height, width, 3] uint8`) if there is one, then text."""
+    if pixels is None:
+        return {"role": "user", "content": [{"type": "text", "text": text}]}
+    return user_turn(pixels, text)

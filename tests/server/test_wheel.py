@@ -150,7 +150,7 @@ def test_entry_points_and_scripts_resolve() -> None:
 
 
 IMPORTED = {  # by extra, something of each of its packages
-    "bench": ("httpx", "locust", "openai", "peft", "sklearn", "scipy"),
+    "bench": ("aiohttp", "httpx", "locust", "openai", "peft", "sklearn", "scipy"),
     "data": ("pyarrow",),
     "deepseek-vl2": ("timm",),
     "suites": ("nltk", "pycocoevalcap", "rapidfuzz", "sacrebleu", "scipy"),

@@ -13,6 +13,7 @@ import torch
 
 import benchmarks.kernels.run
 import benchmarks.serving.run
+import benchmarks.serving.steps
 from benchmarks import gpu
 from tests.unit.benchmarks.absent import ABSENT
 
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 PARSERS = {
     "benchmarks.kernels.run": benchmarks.kernels.run.parse_arguments,
     "benchmarks.serving.run": benchmarks.serving.run.parse_arguments,
+    "benchmarks.serving.steps": benchmarks.serving.steps.parse_arguments,
 }
 PYTEST_PLUGINS = ("hypothesis", "xdist", "pytest_timeout", "psutil")
 
@@ -38,9 +40,12 @@ def test_make_gpu_would_run_every_check_and_benchmark(monkeypatch: pytest.Monkey
         else:
             monkeypatch.setattr(sys, "argv", list(step.arguments[1:]))
             measured.append(PARSERS[step.arguments[1]]())
-    kernels = [(args.geometry, args.dtype) for args in measured[:-1]]
+    *of_kernels, serving, decoding = measured
+    kernels = [(args.geometry, args.dtype) for args in of_kernels]
     assert kernels == [(model, dtype) for model in gpu.MODELS for dtype in gpu.DTYPES]
-    assert (measured[-1].model, measured[-1].dtype) == ("qwen3-vl-4b", "bfloat16")
+    assert {(args.model, args.dtype) for args in (serving, decoding)} == {("qwen3-vl-4b", "bfloat16")}
+    assert list(serving.servers) == ["plain", "plugin", "lora"]
+    assert {args.output.parent for args in (serving, decoding)} == {Path("benchmarks/results")}
     assert {"qwen3-vl-4b", "llava-1.5-7b"} == set(gpu.MODELS)
 
 
