@@ -4,7 +4,8 @@ A stored question is asked if, in the sentences of the request that say most of 
 
 - all of its names are said, with one typing error at most, and no other name stands beside them;
 - numbers and symbols are the same;
-- nothing belongs to a name in one of them alone (Anna's brother is not Anna);
+- nothing belongs to a name in one of them alone, and nobody to anything (Anna's house is not Anna, the head's wife not
+  the head);
 - more than half of its weight is said, and not names alone; at most a third of the request's is something else;
 - not both have said something of their own: that is another thing in its place (Lyon for Berlin, sick for vacation);
 - no word that makes another question is in one of them alone (next, not, former);
@@ -15,7 +16,7 @@ Words say the same if they have a stem in common, stand in one line of the langu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
@@ -196,13 +197,14 @@ def _of_run(
         (more + _asks_alone(asked, stored, wanted.values()))
         / (_weight([term for term in terms if term.key not in of_names]) or 1.0),
     )
+    whole = range(len(stored.sentences))
     is_all = not missing and not added
     is_of_people = not added and any(term.stem in language.people for term in terms if term.key in used - of_names)
     differs = (
         _first("it does not name", [term for term in missing if term.is_name])
         or _first("it names", _beside(run, asked, of_names, added))
         or _numbers(wanted, terms)
-        or _first("it asks about", _belonging(asked, run, of_names, added))
+        or _first("it asks about", _belonging(asked, run, used, added, language))
         or _first("it says", [term for term in added if term.stem in language.contrasting])
         or _first("it does not say", [term for term in missing if term.stem in language.contrasting])
         or _asks_another(stored.asks, asked.asks, is_all, is_of_people)
@@ -212,7 +214,7 @@ def _of_run(
         or ("it says nothing of it but names" if 1 - lacks / unnamed < strictness.unnamed else None)
         or ("it says more than that" if more / asked_total > strictness.more else None)
         or ("it says something else in its place" if both > strictness.both else None)
-        or _first("it does not ask about", _belonging(stored, range(len(stored.sentences)), shared.said, missing))
+        or _first("it does not ask about", _belonging(stored, whole, shared.said, missing, language))
         or ("it turns it round" if _is_turned(stored, asked) else None)
     )
     return Comparison(1 - lacks / total, more / asked_total, _words(missing), _words(added), differs)
@@ -256,8 +258,17 @@ def _beside(run: range, asked: Question, of_names: set[str], added: Sequence[Ter
     return found
 
 
-def _belonging(question: Question, run: range, names: set[str], alone: Sequence[Term]) -> list[Term]:
-    """What belongs to a name that both questions say, if one alone says it: Anna's brother is not Anna."""
+def _belonging(
+    question: Question, run: range, said: Collection[str], alone: Sequence[Term], language: Language
+) -> list[Term]:
+    """What belongs to something that both questions say, if one alone says it: Anna's brother is not Anna.
+
+    What belongs to a name counts, and people of anybody: the cause of death is why one died.
+
+    Args:
+        said: keys of the question's terms.
+        alone: its terms that the other does not say.
+    """
     keys = {term.key for term in alone}
     found = list[Term]()
     for at in run:
@@ -265,7 +276,10 @@ def _belonging(question: Question, run: range, names: set[str], alone: Sequence[
         for owned in question.owned[at]:
             what = [placed[place] for place in owned.what if place in placed]
             owner = [placed[place] for place in owned.owner if place in placed]
-            if any(term.is_name and term.key in names for term in owner) and all(term.key in keys for term in what):
+            counts = any(term.stem in language.people for term in what)
+            if all(term.key in keys for term in what) and any(
+                term.key in said and (term.is_name or counts) for term in owner
+            ):
                 found += what
     return found
 

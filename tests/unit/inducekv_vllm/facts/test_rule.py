@@ -90,6 +90,7 @@ def test_the_same_in_other_words(stored: str, asked: str) -> None:
         (TALL, "What is the height of Anna's brother?", "it asks about 'brother'"),
         (TALL, "How tall is the brother of Anna?", "it asks about 'brother'"),
         (TALL, "how tall is Anna's house", "it asks about 'house'"),
+        ("Who is the head of sales?", "Who is the wife of the head of sales?", "it asks about 'wife'"),
         (WARRANTY, "How long is the AX-200 router?", "it does not ask about 'warranty'"),
         ("Who heads the Berlin office?", "Who heads the Berlin office's kitchen?", "it asks about 'kitchen'"),
         ("Who heads Acme?", "Who heads Lyon's branch of Acme?", "it asks about 'branch'"),
