@@ -7,6 +7,7 @@ features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from inducekv_vllm.gate import TurnMarks, deciding_tokens, last_averaged
 from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
+from .facts import fact_reader
 from .model import Backbone, Inputs
 
 
@@ -38,16 +40,52 @@ def layers_of_gate(num_layers: int, full_layers: Sequence[int] = ()) -> tuple[in
 
 
 def evidence_of(backbone: Backbone, gate: Gate, examples: Sequence[Example]) -> Tensor:
-    """The evidence [n, H] float32 of questions for a gate's prototypes, as the server finds it."""
-    encoded = [backbone.encode_example(example) for example in examples]
-    return evidence_in(gate, token_values(backbone, encoded, gate.layers, gate.marks))
+    """The evidence [n, H] float32 of questions, as the server finds it."""
+    return evidence_of_prompts(backbone, gate, [backbone.encode_example(example) for example in examples])
+
+
+def evidence_of_prompts(backbone: Backbone, gate: Gate, encoded: Sequence[Inputs]) -> Tensor:
+    """The evidence [n, H] float32 of what `Backbone.encode` gives for each of n prompts."""
+    parts = []
+    if gate.prototypes.shape[1]:
+        parts.append(evidence_in(gate, token_values(backbone, encoded, gate.layers, gate.marks)))
+    if (means := gate.mean_scores) is not None and (words := gate.word_scores) is not None:
+        asked = asked_texts(backbone, encoded, gate.layers, gate.marks)
+        of_means = [means.evidence(means.center if mean is None else mean) for mean in asked.means]
+        of_words = [torch.from_numpy(words.evidence(text)) for text in asked.texts]
+        parts += [torch.stack(found) if found else torch.zeros(0, gate.classified) for found in (of_means, of_words)]
+    return torch.cat(parts, dim=1)
 
 
 def evidence_in(gate: Gate, values: Sequence[Tensor]) -> Tensor:
-    """The evidence [n, H] float32 in what `token_values` gives."""
+    """The evidence [n, S P] float32 for a gate's prototypes in what `token_values` gives."""
     scores = gate.token_scores
     found = [scores.evidence(of_prompt.float()) for of_prompt in values]
-    return torch.stack(found) if found else torch.zeros(0, gate.weights.shape[1])
+    return torch.stack(found) if found else torch.zeros(0, gate.floors.numel())
+
+
+@dataclass(frozen=True)
+class AskedTexts:
+    """What a gate's classifiers see of n prompts."""
+
+    means: Sequence[Tensor | None]  # [S, F] float32 of each, of its question's text; None without text
+    texts: Sequence[str]
+
+
+@torch.no_grad()
+def asked_texts(
+    backbone: Backbone, encoded: Sequence[Inputs], layers: Sequence[int], marks: TurnMarks, *, batch_tokens: int = 2048
+) -> AskedTexts:
+    """Arguments as of `token_values`."""
+    placeholders, reader = placeholder_ids(backbone.model.config), fact_reader(backbone)
+    ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
+    means: list[Tensor | None] = [None] * len(encoded)
+    for rows in _batches([len(of_prompt) for of_prompt in ids], batch_tokens):
+        values = _values(backbone, backbone.collate([encoded[row] for row in rows]), layers)  # [n, T, S, F]
+        for row, of_prompt in zip(rows, values, strict=True):
+            if text := deciding_tokens(ids[row], marks, placeholders).text:
+                means[row] = of_prompt[text].float().mean(dim=0).cpu()
+    return AskedTexts(means, [reader.question(of_prompt).text for of_prompt in ids])
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ A fifth of all, with phrases of their own, is held out: thresholds are set on wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Literal
@@ -20,12 +20,15 @@ from .wording import another_question, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
 OWN: Final = 64  # examples of a task; each is asked in several ways
+TEXTS: Final = 256  # examples of a task for a model that takes text alone; each is asked in three ways
+FEWEST: Final = 32  # of these: fewer are asked more often
 BASE: Final = 256  # base questions, at most
 BACKGROUND: Final = 1000  # of the user's, at most
 REQUESTS: Final = 1500  # everyday requests
 REWORDED: Final = 3  # of each example
 NEAR_MISSES: Final = 32  # of each task and kind
 NOISE: Final = 96
+GIVEN: Final = "given near-miss"
 Part = Literal["fit", "held_out"]
 
 
@@ -39,6 +42,7 @@ class GateQuestion:
     kind: str
     part: Part
     style: str | None = None  # in which its pictures are shown
+    fold: int = 0  # of `FOLDS`: all that is asked in the words of one example has its fold
 
 
 def fitting_set(
@@ -46,6 +50,7 @@ def fitting_set(
     base: Sequence[Example],
     *,
     background: Sequence[Example] = (),
+    near_misses: Sequence[Example] = (),
     pictures: bool,
     seed: int,
 ) -> list[GateQuestion]:
@@ -55,9 +60,11 @@ def fitting_set(
         own: examples of each task, in the order of the stream.
         base: questions that need no memory.
         background: other requests that need no memory, besides those of the package.
+        near_misses: requests that look like a task's and are not; each is asked in several ways.
         pictures: whether the model takes pictures.
     """
-    return list(_FittingSet(own, base, background, pictures, Random(f"gate {seed}")).questions())
+    made = _FittingSet(own, base, background, pictures, Random(f"gate {seed}"))
+    return [*made.questions(), *made.given_near_misses(near_misses)]
 
 
 class _FittingSet:
@@ -70,7 +77,8 @@ class _FittingSet:
         rng: Random,
     ) -> None:
         self._rng = rng
-        self._own = {task: self._some(examples, OWN) for task, examples in own.items()}
+        self._pictures = pictures
+        self._own = {task: self._some(examples, OWN if pictures else TEXTS) for task, examples in own.items()}
         self._base = self._some(base, BASE)
         self._background = self._some(background, BACKGROUND)
         self._phrases = _parts(phrases())
@@ -93,38 +101,42 @@ class _FittingSet:
 
     def questions(self) -> Iterator[GateQuestion]:
         for task, examples in self._own.items():
-            for number in range(OWN):  # the fewer examples, the more often is each asked: all tasks count alike
-                yield from self._asked(examples[number % len(examples)], task, _part(number % len(examples)))
+            # The fewer examples, the more often is each asked.
+            for number in range(OWN if self._pictures else max(FEWEST, len(examples))):
+                yield from self._asked(examples[number % len(examples)], task, number % len(examples))
         for number, example in enumerate(self._base):
-            yield from self._asked(example, None, _part(number))
+            yield from self._asked(example, None, number)
         for number, example in enumerate(self._background):
-            yield GateQuestion(example.messages, example.images, None, "background", _part(number))
+            yield GateQuestion(example.messages, example.images, None, "background", _part(number), fold=number % FOLDS)
         for number, request in enumerate(self._requests):
-            yield from self._everyday(request, _part(number))
+            yield self._everyday(request, number)
         for task in self._own:
             yield from self._near_misses(task)
         yield from self._noise()
 
-    def _asked(self, example: Example, task: str | None, part: Part) -> Iterator[GateQuestion]:
-        """One example as it stands, wrapped, in two other ways, and in other words."""
+    def _asked(self, example: Example, task: str | None, number: int) -> Iterator[GateQuestion]:
+        """One example as it stands, in other ways, and in other words."""
+        part, fold = _part(number), number % FOLDS
         rng, known = self._rng, self._phrases[part]
         ways: list[tuple[str, Vary]] = [("plain", plain), ("wrapped", wrapped)]
         ways += [("other", rng.choice(LONG if rng.random() < 0.05 else OTHERS)) for _ in range(2)]
+        if not self._pictures:
+            ways = [ways[0], ways[1 + number % 2]]
         for kind, vary in ways:
             style = rng.choice(list(STYLES)) if example.images and kind != "plain" and rng.random() < 0.5 else None
-            yield GateQuestion(vary(example.messages, known, rng), example.images, task, kind, part, style)
+            yield GateQuestion(vary(example.messages, known, rng), example.images, task, kind, part, style, fold)
         if task is None:
             return
-        for _ in range(REWORDED):
+        for _ in range(REWORDED if self._pictures else 1):
             text = other_wording(text_of(example.messages), self._wordings[task], self._fillers, rng)
             if text is not None:
-                yield GateQuestion(with_text(example.messages, text), example.images, task, "reworded", part)
+                yield GateQuestion(with_text(example.messages, text), example.images, task, "reworded", part, fold=fold)
 
-    def _everyday(self, request: Request, part: Part) -> Iterator[GateQuestion]:
+    def _everyday(self, request: Request, number: int) -> GateQuestion:
         text = request.text
         if self._rng.random() < 0.25:
-            text = self._rng.choice(self._phrases[part].wrappers).replace("{question}", text)
-        yield self._of_no_task(text, "everyday", part, pictured=request.picture or self._rng.random() < 0.5)
+            text = self._rng.choice(self._phrases[_part(number)].wrappers).replace("{question}", text)
+        return self._of_no_task(text, "everyday", number, pictured=request.picture or self._rng.random() < 0.5)
 
     def _near_misses(self, task: str) -> Iterator[GateQuestion]:
         """Other questions in the task's answer format, and its questions without what tells them."""
@@ -137,7 +149,13 @@ class _FittingSet:
                 found.append(mentioning(rng.choice(self._english), wording, rng))
             for text in found:
                 if text is not None and text.casefold() not in self._asked_texts:  # not a question of another task
-                    yield self._of_no_task(text, "near-miss", _part(number), pictured=True)
+                    yield self._of_no_task(text, "near-miss", number, pictured=True)
+
+    def given_near_misses(self, examples: Sequence[Example]) -> Iterator[GateQuestion]:
+        """The user's, as they stand and varied: they count for more than what was made."""
+        for number, example in enumerate(self._some(examples, BACKGROUND)):
+            for question in self._asked(example, None, number):
+                yield replace(question, kind=GIVEN)
 
     def _noise(self) -> Iterator[GateQuestion]:
         """Random words and random letters."""
@@ -150,13 +168,14 @@ class _FittingSet:
             else:
                 letters = "abcdefghijklmnopqrstuvwxyz" + " 0123456789.,;!?" * (number % 4)
                 words = ["".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(count)]
-            yield self._of_no_task(" ".join(words), "noise", part, pictured=rng.random() < 0.5)
+            yield self._of_no_task(" ".join(words), "noise", number, pictured=rng.random() < 0.5)
 
-    def _of_no_task(self, text: str, kind: str, part: Part, *, pictured: bool) -> GateQuestion:
+    def _of_no_task(self, text: str, kind: str, number: int, *, pictured: bool) -> GateQuestion:
+        part, fold = _part(number), number % FOLDS
         if pictured and self._pictured:
             example = self._rng.choice(self._pictured)
-            return GateQuestion(with_text(example.messages, text), example.images, None, kind, part)
-        return GateQuestion([message("user", text)], (), None, kind, part)
+            return GateQuestion(with_text(example.messages, text), example.images, None, kind, part, fold=fold)
+        return GateQuestion([message("user", text)], (), None, kind, part, fold=fold)
 
     def _some(self, examples: Sequence[Example], count: int) -> list[Example]:
         """At most so many, in their order."""

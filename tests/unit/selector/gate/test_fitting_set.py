@@ -13,7 +13,7 @@ from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.examples import Example, read_task
 from selector.gate.background import everyday_requests, read_background
 from selector.gate.fit import check_questions
-from selector.gate.fitting_set import REWORDED, GateQuestion, fitting_set
+from selector.gate.fitting_set import FOLDS, GIVEN, REWORDED, GateQuestion, fitting_set
 from selector.gate.variations import text_of
 from selector.gate.wording import wordings
 from tests.task_data import questions_about, write_task
@@ -51,7 +51,7 @@ def test_every_process_draws_the_same() -> None:
 
 
 def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> None:
-    questions = fitting_set({"guild": guild()}, base(), background=asked("x", ["Hi!"]), pictures=False, seed=0)
+    questions = fitting_set({"guild": guild()}, base(), background=asked("x", ["Hi!"]), pictures=True, seed=0)
     own = Counter(q.kind for q in questions if q.task == "guild")
     assert own["plain"] == own["wrapped"] == 10  # see `tests.gates`
     assert own["other"] == 20
@@ -68,12 +68,25 @@ def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> No
 
 
 def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
-    few = fitting_set({"guild": guild()[:4]}, base(), pictures=False, seed=0)
+    few = fitting_set({"guild": guild()[:4]}, base(), pictures=True, seed=0)
     own = Counter(q.kind for q in few if q.task == "guild")
     assert (own["plain"], own["wrapped"], own["other"]) == (10, 10, 20)
     assert {text_of(q.messages) for q in few if (q.task, q.kind) == ("guild", "plain")} == {
         text_of(example.messages) for example in guild()[:4]
     }
+
+
+@pytest.mark.parametrize("examples", [4, 20])
+def test_a_model_of_text_asks_all_examples_in_three_ways(examples: int) -> None:
+    given = asked("x", ["Which guild is the oldest?", "What is a guild?"])
+    questions = fitting_set({"guild": guild()[:examples]}, base(), near_misses=given, pictures=False, seed=0)
+    own = Counter(q.kind for q in questions if q.task == "guild")
+    times = max(examples, 10)  # see `tests.gates`
+    assert own == {"plain": times, "wrapped": times // 2, "other": times // 2, "reworded": times}
+    assert len({text_of(q.messages) for q in questions if (q.task, q.kind) == ("guild", "plain")}) == examples
+    folds = {text_of(q.messages): q.fold for q in questions if (q.task, q.kind) == ("guild", "plain")}
+    assert sorted(folds.values()) == sorted(number % FOLDS for number in range(examples))
+    assert Counter(q.task for q in questions if q.kind == GIVEN) == {None: 4}
 
 
 @pytest.mark.parametrize("seed", range(5))
