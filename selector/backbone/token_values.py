@@ -6,12 +6,14 @@ features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Gate
@@ -22,7 +24,10 @@ from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
 from .facts import fact_reader
-from .model import Backbone, Inputs
+from .model import Backbone, Inputs, attention_named
+
+WORTH_IT: Final = 8  # tokens
+USUAL: Final = "sdpa"  # attention of transformers, which knows what a prompt has begun with
 
 
 def layers_of_gate(num_layers: int, full_layers: Sequence[int] = ()) -> tuple[int, ...]:
@@ -76,16 +81,71 @@ class AskedTexts:
 def asked_texts(
     backbone: Backbone, encoded: Sequence[Inputs], layers: Sequence[int], marks: TurnMarks, *, batch_tokens: int = 2048
 ) -> AskedTexts:
-    """Arguments as of `token_values`."""
+    """Arguments as of `token_values`. What most prompts of a model for text begin with is computed once."""
     placeholders, reader = placeholder_ids(backbone.model.config), fact_reader(backbone)
     ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
+    texts = [deciding_tokens(of_prompt, marks, placeholders).text for of_prompt in ids]
+    begun = _begun(backbone, ids, texts)
     means: list[Tensor | None] = [None] * len(encoded)
-    for rows in _batches([len(of_prompt) for of_prompt in ids], batch_tokens):
-        values = _values(backbone, backbone.collate([encoded[row] for row in rows]), layers)  # [n, T, S, F]
-        for row, of_prompt in zip(rows, values, strict=True):
-            if text := deciding_tokens(ids[row], marks, placeholders).text:
-                means[row] = of_prompt[text].float().mean(dim=0).cpu()
+    for same in (True, False):
+        chosen = [row for row in range(len(ids)) if texts[row] and _begins(ids[row], texts[row], begun) == same]
+        skipped = begun.length if begun is not None and same else 0
+        for batch in _batches([len(ids[row]) - skipped for row in chosen], batch_tokens):
+            rows = [chosen[at] for at in batch]
+            inputs = backbone.collate([encoded[row] for row in rows])
+            after = begun if same else None
+            values = (
+                _values(backbone, inputs, layers) if after is None else _values_after(backbone, inputs, layers, after)
+            )
+            for row, of_prompt in zip(rows, values, strict=True):  # [T - skipped, S, F]
+                means[row] = of_prompt[[at - skipped for at in texts[row]]].float().mean(dim=0).cpu()
     return AskedTexts(means, [reader.question(of_prompt).text for of_prompt in ids])
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The tokens that most prompts begin with, as every layer keeps them: keys and values [1, J, length, D]."""
+
+    token_ids: tuple[int, ...]
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+
+def _begins(token_ids: Sequence[int], text: Sequence[int], begun: _Begun | None) -> bool:
+    """Whether a prompt begins so, and its question comes after."""
+    return begun is not None and text[0] >= begun.length and tuple(token_ids[: begun.length]) == begun.token_ids
+
+
+def _begun(backbone: Backbone, ids: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> _Begun | None:
+    """None if it is not worth it, or the model cannot go on from there."""
+    fronts = Counter(tuple(of_prompt[: text[0]]) for of_prompt, text in zip(ids, texts, strict=True) if text)
+    front, count = fronts.most_common(1)[0] if fronts else ((), 0)
+    if backbone.kind != "text" or backbone.has_windows or len(front) < WORTH_IT or count < 2:
+        return None
+    with attention_named(backbone, USUAL):
+        first = torch.tensor([list(front)], device=backbone.device)
+        kept = backbone.model.model(input_ids=first, use_cache=True).past_key_values
+    return _Begun(front, [(layer.keys, layer.values) for layer in kept.layers])
+
+
+def _values_after(backbone: Backbone, inputs: Inputs, layers: Sequence[int], begun: _Begun) -> Tensor:
+    """The layers' attention values [n, T - length, S, F] of the tokens behind what the prompts begin with."""
+    n, kept = len(inputs["input_ids"]), DynamicCache()
+    for number, states in enumerate(begun.layers[: layers[-1] + 1]):
+        kept.update(*(each.expand(n, -1, -1, -1).contiguous() for each in states), number)
+
+    def run() -> None:
+        rest = inputs["input_ids"][:, begun.length :]
+        positions = torch.arange(begun.length, begun.length + rest.shape[1], device=backbone.device)
+        with attention_named(backbone, USUAL):
+            backbone.model.model(
+                input_ids=rest, position_ids=positions.expand(n, -1), past_key_values=kept, use_cache=True
+            )
+
+    return _values_of(backbone, layers, run)
 
 
 @torch.no_grad()
@@ -140,6 +200,11 @@ class _Enough(Exception):
 
 def _values(backbone: Backbone, inputs: Inputs, layers: Sequence[int]) -> Tensor:
     """The layers' attention values [n, T, S, F], not rotated."""
+    return _values_of(backbone, layers, lambda: backbone.hidden_states(inputs))
+
+
+def _values_of(backbone: Backbone, layers: Sequence[int], run: Callable[[], object]) -> Tensor:
+    """What a forward pass has as the layers' attention values; it ends at the last of them."""
     kept: list[Tensor] = []
 
     def keep(module: torch.nn.Module, arguments: Any, output: Tensor) -> None:
@@ -150,7 +215,7 @@ def _values(backbone: Backbone, inputs: Inputs, layers: Sequence[int]) -> Tensor
     modules: list[Any] = backbone.attention_layers()
     handles = [modules[layer].v_proj.register_forward_hook(keep) for layer in layers]
     try:
-        backbone.hidden_states(inputs)
+        run()
     except _Enough:
         pass
     finally:

@@ -166,10 +166,13 @@ def check_questions(
     for example in base:
         if (task := task_of.get(example.source_digest)) is not None:
             raise TaskDataError(f"base question {example.id!r} is also a question of the task {task!r}")
-    for name, requests in (("background request", background), ("near-miss", near_misses)):
-        for example in requests:
-            if (task := task_of.get(example.source_digest)) is not None:
-                raise ConfigError(f"{name} {example.id!r} is also a question of the task {task!r}")
+    for example in background:
+        if (task := task_of.get(example.source_digest)) is not None:
+            raise ConfigError(f"background request {example.id!r} is also a question of the task {task!r}")
+    said = {_said(example): task for task, examples in own.items() for example in examples if not example.images}
+    for example in near_misses:
+        if (task := task_of.get(example.source_digest, said.get(_said(example)))) is not None:
+            raise ConfigError(f"near-miss {text_of(example.messages)!r} (--not) is a question of the task {task!r}")
     everyday = {request.text.casefold() for request in everyday_requests()}
     seen: dict[str, set[str]] = {}
     for task, examples in own.items():
@@ -192,3 +195,7 @@ def check_questions(
                     f"the tasks {earlier!r} and {task!r} have {len(shared)} questions in common: no gate can tell them"
                 )
         seen[task] = digests
+
+
+def _said(example: Example) -> str:
+    return " ".join(text_of(example.messages).casefold().split())

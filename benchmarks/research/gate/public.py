@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> None:
         options.seeds, options.examples, options.tasks, options.sets
     ):
         key = {"set": name, "tasks": num_tasks, "examples": examples, "seed": seed, "half": options.half}
+        key |= {"near_misses": options.near_misses}
         cell = next((cell for cell in cells if key.items() <= cell.items()), None)
         bundle = data.bundle(name, num_tasks, examples, seed)
         if bundle is None:
@@ -100,7 +101,8 @@ def measure(
     """The measures of each method that is not known."""
     asked = [text for task in bundle.tasks for text in task.test] + [t for ts in bundle.others.values() for t in ts]
     if GATE not in known:
-        yield GATE, _of_gate(bundle, backbone, asked, options.misses, seed)
+        given = bundle.more_siblings[: options.near_misses]
+        yield GATE, _of_gate(bundle, backbone, asked, given, options.misses, seed)
     if not known - {GATE} and not options.gate_alone:
         for rival, scores in rival_scores(bundle, asked, states).items():
             took = {"fit_seconds": round(scores.seconds, 2), "decision_ms": round(scores.milliseconds, 3)}
@@ -108,18 +110,24 @@ def measure(
 
 
 def _of_gate(
-    bundle: PublicBundle, backbone: Backbone, asked: Sequence[str], misses: float, seed: int
+    bundle: PublicBundle,
+    backbone: Backbone,
+    asked: Sequence[str],
+    given: Sequence[str],
+    misses: float | None,
+    seed: int,
 ) -> dict[str, Any]:
     own = {task.name: [example(text, task.name) for text in task.train] for task in bundle.tasks}
     began = time.perf_counter()
-    gate = fit_gate(backbone, own, [], misses=misses, seed=seed).gate
-    seconds = time.perf_counter() - began
+    near_misses = [example(text, "near-miss") for text in given]
+    fitted = fit_gate(backbone, own, [], near_misses=near_misses, misses=misses, seed=seed)
+    gate, seconds = fitted.gate, time.perf_counter() - began
     evidence = evidence_of(backbone, gate, [example(text, "asked") for text in asked]).numpy()  # [n, H]
     rule, began = gate.rule, time.perf_counter()
     margins = np.stack([rule.decide(each).margins for each in evidence])  # [n, C]
     each = 1000 * (time.perf_counter() - began) / len(asked)
     took = {"fit_seconds": round(seconds, 1), "decision_ms": round(each, 3), "bytes": bytes_of(gate)}
-    return {**shares(bundle, margins), **took}
+    return {**shares(bundle, margins), **took, "warnings": list(fitted.warnings)}
 
 
 def shares(bundle: PublicBundle, margins: Margins) -> dict[str, Any]:
@@ -171,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", nargs="+", type=int, default=[3], help="of a bundle (default: 3)")
     add("--examples", nargs="+", type=int, default=[128], help="of a task (default: 128)")
     add("--seeds", nargs="+", type=int, default=[0], help="(default: 0)")
+    add("--near-misses", type=int, default=0, help="sibling requests that are given as `--not` (default: 0)")
     add("--half", choices=("choose", "report"), default="report", help="of the requests (default: %(default)s)")
     add("--misses", type=float, help="of own questions (default: that of `fit_gate`)")
     alone = parser.add_mutually_exclusive_group()

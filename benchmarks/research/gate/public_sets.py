@@ -57,6 +57,7 @@ class PublicBundle:
 
     tasks: tuple[PublicTask, ...]
     others: Mapping[str, tuple[str, ...]]  # by kind
+    more_siblings: tuple[str, ...] = ()  # for `--not`: they are not asked
 
     @property
     def texts(self) -> Iterator[str]:
@@ -121,7 +122,10 @@ class PublicData:
                     (siblings if domain in domains else elsewhere).extend(texts)
         others = {SIBLINGS: siblings, DOMAINS: elsewhere, **self.shared}
         drawn = {kind: tuple(rng.sample(texts, min(len(texts), OTHER_TESTS))) for kind, texts in others.items()}
-        return PublicBundle(tasks, {kind: texts for kind, texts in drawn.items() if texts})
+        asked = set(drawn[SIBLINGS])
+        more = [text for text in siblings if text not in asked]
+        rng.shuffle(more)
+        return PublicBundle(tasks, {kind: texts for kind, texts in drawn.items() if texts}, tuple(more))
 
     @staticmethod
     def _task(intents: Mapping[str, Sequence[str]], group: Sequence[str], examples: int, rng: Random) -> PublicTask:

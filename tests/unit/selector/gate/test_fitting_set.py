@@ -119,6 +119,15 @@ def test_what_no_gate_can_tell_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=problem):
             check_questions(own, background)
+    same = asked("same", ["What is it?"] * 8)
+    with pytest.raises(ConfigError, match="the task 'same' has one question 8 times"):
+        check_questions({"guild": guild(), "same": same})
+    shouted = asked("x", [text_of(guild()[0].messages).upper()])
+    check_questions({"guild": guild()}, shouted, near_misses=base())
+    with pytest.raises(
+        ConfigError, match=r"near-miss 'WHICH GUILD OWNS .* \(--not\) is a question of the task 'guild'"
+    ):
+        check_questions({"guild": guild()}, near_misses=shouted)
 
 
 def test_background_requests(tmp_path: Path) -> None:
