@@ -161,11 +161,20 @@ class Gate:
         return replace(self, **tensors)
 
     def take(self, tasks: Collection[str]) -> Self:
-        """The gate of these tasks alone; prototypes stay."""
+        """The gate of these tasks alone; prototypes stay, classifiers of the others go."""
         rows = [row for row, task in enumerate(self.tasks) if task in tasks]
+        weights, classifiers = self.weights[rows], dict[str, Any]()
+        if self.directions is not None and self.words is not None and self.offsets is not None:
+            H = self.floors.numel()  # of prototypes
+            each = weights[:, H:].view(len(rows), 2, self.classified)
+            used = each.any(dim=(0, 1))  # [K]
+            weights = torch.cat([weights[:, :H], each[:, :, used].flatten(1)], dim=1)
+            classifiers = {"directions": self.directions[used], "words": self.words[used]}
+            classifiers["offsets"] = self.offsets[:, used]
         return replace(
             self,
-            weights=self.weights[rows],
+            **classifiers,
+            weights=weights,
             thresholds=self.thresholds[rows],
             tasks=tuple(self.tasks[row] for row in rows),
             near=None if self.near is None else tuple(self.near[row] for row in rows),

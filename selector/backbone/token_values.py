@@ -134,8 +134,8 @@ def _begun(backbone: Backbone, ids: Sequence[Sequence[int]], texts: Sequence[Seq
 def _values_after(backbone: Backbone, inputs: Inputs, layers: Sequence[int], begun: _Begun) -> Tensor:
     """The layers' attention values [n, T - length, S, F] of the tokens behind what the prompts begin with."""
     n, kept = len(inputs["input_ids"]), DynamicCache()
-    for number, states in enumerate(begun.layers[: layers[-1] + 1]):
-        kept.update(*(each.expand(n, -1, -1, -1).contiguous() for each in states), number)
+    for number, (keys, values) in enumerate(begun.layers[: layers[-1] + 1]):
+        kept.update(keys.expand(n, -1, -1, -1).contiguous(), values.expand(n, -1, -1, -1).contiguous(), number)
 
     def run() -> None:
         rest = inputs["input_ids"][:, begun.length :]

@@ -78,7 +78,7 @@ def refitted(
     after = replace(
         gate,
         weights=2 * RANGE * torch.cat([(1 - share) * by_task, share * by_task], dim=1),
-        thresholds=(RANGE + chosen).expand(C).clone(),
+        thresholds=torch.full((C,), RANGE + float(chosen)),
         near=near_of(margins, labels),
     )
     return after, _prices(found, labels, kinds, misses), _problems(margins, labels, kinds, gate.tasks)
@@ -145,7 +145,7 @@ def gate_of(
         prototypes=torch.zeros(len(layers), 0, features, dtype=torch.float16),
         floors=torch.zeros(len(layers), 0),
         weights=torch.cat([(1 - WORDS_SHARE) * identity, WORDS_SHARE * identity], dim=1),
-        thresholds=(RANGE + chosen).expand(C).clone(),
+        thresholds=torch.full((C,), RANGE + float(chosen)),
         tasks=tasks,
         near=near,
         directions=trained.directions,

@@ -24,7 +24,7 @@ EVERYDAY, GOOGLE, LANGUAGES = "everyday", "Google", "other languages"
 KINDS: Final = (SIBLINGS, DOMAINS, OUT_OF_SCOPE, EVERYDAY, GOOGLE, LANGUAGES)
 OWN_TESTS: Final = 40  # of each task
 OTHER_TESTS: Final = 120  # of each kind
-LARGE: Final = 24  # requests of an intent that a task is made of, at least
+LARGE: Final = 16  # requests of an intent that a task is made of, at least
 
 
 @dataclass(frozen=True)

@@ -122,3 +122,18 @@ def test_what_a_bundle_refuses(changes: dict[str, torch.Tensor | None], problem:
     gate: Gate = classified_gate(**changes)
     with pytest.raises(BundleError, match=problem):
         random_gated_bundle(gate=gate)
+
+
+def test_the_classifiers_of_tasks_that_go_are_gone() -> None:
+    weights = torch.tensor([[1.0, 0, 0, 2, 0, 0], [0, 0, 3, 0, 0, 4]])  # K = 3, of which the second is nobody's
+    gate = classified_gate(weights=weights)
+    left = gate.take({"b"})
+    assert left.classified == 1
+    assert torch.equal(left.weights, torch.tensor([[3.0, 4.0]]))
+    assert gate.directions is not None
+    assert gate.words is not None
+    assert gate.offsets is not None
+    assert left.directions is not None
+    assert torch.equal(left.directions[0], gate.directions[2])
+    assert torch.equal(left.stored().tensors()["gate_words"][0], gate.words[2].half())
+    assert torch.equal(left.stored().tensors()["gate_offsets"], gate.offsets[:, [2]])
