@@ -42,13 +42,13 @@ def classified_gate(
 
     Args:
         labels: [n] int64, the task's number; C for none.
-        misses: share of the tasks' questions that the gate may miss, of those that it was not fitted to.
+        misses: share of the tasks' questions, as they stand, that the gate may miss of those that it was not fitted to.
     """
     C, counts = len(tasks), counts_of(questions)
     trained = train_classifiers(seen, labels, counts, C)
     left_out = mixed(left_out_odds(seen, labels, counts, folds_of(questions), C))  # [n, C]
     kinds = [question.kind for question in questions]
-    chosen = threshold(left_out, labels, C, misses)
+    chosen = threshold(left_out, as_they_stand(labels, kinds, C), misses)
     margins = left_out - chosen  # [n, C]
     gate = gate_of(trained, chosen, near_of(margins, labels), tasks, layers, marks)
     return gate, _prices(left_out, labels, kinds, misses), _problems(margins, labels, kinds, tasks)
@@ -72,7 +72,7 @@ def refitted(
     kinds = [question.kind for question in questions] + ["traffic"] * len(traffic)
     share = fitted_share(odds, labels, counts)
     found = (1 - share) * odds[:, 0] + share * odds[:, 1]  # [n + m, C]
-    chosen = threshold(found, labels, C, misses)
+    chosen = threshold(found, as_they_stand(labels, kinds, C), misses)
     margins = found - chosen
     by_task = one_hot(rows, K)  # [C, K]
     after = replace(
@@ -104,7 +104,7 @@ def _prices(odds: Tensor, labels: Tensor, kinds: Sequence[str], misses: float) -
     C, every = odds.shape[1], torch.ones(len(labels), dtype=torch.bool)
 
     def price(allowed: float) -> Price:
-        reached = threshold(odds, labels, C, allowed)
+        reached = threshold(odds, as_they_stand(labels, kinds, C), allowed)
         return price_of(odds, labels, every, kinds, torch.full((C,), RANGE), reached, allowed)
 
     return tuple(price(allowed) for allowed in sorted({*MISSES, misses}))
@@ -115,13 +115,23 @@ def mixed(odds: Tensor) -> Tensor:
     return (1 - WORDS_SHARE) * odds[:, 0] + WORDS_SHARE * odds[:, 1]
 
 
-def threshold(odds: Tensor, labels: Tensor, num_tasks: int, misses: float) -> Tensor:
-    """[]: what all but a share of the tasks' questions reach, in log-odds [n, C] that others were left out for.
+def as_they_stand(labels: Tensor, kinds: Sequence[str], num_tasks: int) -> Tensor:
+    """[n]: the labels of the tasks' questions that are not varied; -1 for every other."""
+    plain = torch.tensor([kind == "plain" for kind in kinds])
+    return labels.where(plain & (labels < num_tasks), -1)
 
-    The conformal quantile: a new question reaches it with that chance, whatever the log-odds are distributed like.
+
+def threshold(odds: Tensor, own: Tensor, misses: float) -> Tensor:
+    """[]: what all but a share of the tasks' questions reach, in log-odds [n, C] that they were left out for.
+
+    The conformal quantile: a new question of the same kind stays below it with that chance, however they are
+    distributed.
+
+    Args:
+        own: [n] int64, the task's number; -1 for a question that does not count.
     """
-    own = labels < num_tasks
-    reached = odds[own].gather(1, labels[own, None])[:, 0].sort().values
+    counted = own >= 0
+    reached = odds[counted].gather(1, own[counted, None])[:, 0].sort().values
     place = max(int(misses * (len(reached) + 1)) - 1, 0)
     return reached[place].clamp(-RANGE + 1, RANGE - 1)
 

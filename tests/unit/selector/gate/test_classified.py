@@ -78,7 +78,7 @@ def test_margins_are_the_mean_of_both_log_odds_less_the_threshold() -> None:
     counts = torch.where(labels < 2, 64 / EACH, 1.0)
     odds = odds_of(train_classifiers(seen, labels, counts, 2), seen).clamp(-RANGE, RANGE)  # [n, 2, C]
     left_out = left_out_odds(seen, labels, counts, torch.tensor([q.fold for q in questions]), 2)
-    chosen = threshold(0.4 * left_out[:, 0] + 0.6 * left_out[:, 1], labels, 2, 0.05)
+    chosen = threshold(0.4 * left_out[:, 0] + 0.6 * left_out[:, 1], labels.where(labels < 2, -1), 0.05)
     expected = 0.4 * odds[:, 0] + 0.6 * odds[:, 1] - chosen
     torch.testing.assert_close(margins(gate, seen), expected.double(), rtol=0, atol=0.02)  # words are stored in float16
 
@@ -101,7 +101,7 @@ def test_a_share_of_new_questions_is_missed(misses: float) -> None:
     missed = []
     for _ in range(3000):
         drawn = torch.randn(60, 1, generator=generator)
-        reached = threshold(drawn[:59], torch.zeros(59, dtype=torch.int64), 1, misses)
+        reached = threshold(drawn[:59], torch.zeros(59, dtype=torch.int64), misses)
         missed.append(float(drawn[59, 0] < reached))
     assert sum(missed) / len(missed) == pytest.approx(max(misses, 1 / 60), abs=0.015)
 
