@@ -5,7 +5,7 @@ Shapes: C tasks, n questions.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -22,7 +22,6 @@ from .fitting_set import GateQuestion
 from .training import MISSES, Price, near_of, price_of
 
 SHARES: Final = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the words, that a refit chooses from
-PLAIN_COUNTS: Final = 2.0  # times what another way to ask the same counts
 LEAST_COUNT, MOST_COUNT = 64, 256  # questions that a task counts as
 SEEN_RIGHT: Final = 0.8  # of a task's questions that were left out go to it, or the gate is said to be of no use
 OTHERS: Final = 0.05  # of everyday requests open it, at most
@@ -166,17 +165,14 @@ def gate_of(
 
 
 def counts_of(questions: Sequence[GateQuestion]) -> Tensor:
-    """[n]: as how many each counts. What is of no task counts once; the ways to ask an example share what it counts."""
-    parts = [PLAIN_COUNTS if question.kind == "plain" else 1.0 for question in questions]
-    asked, examples = defaultdict[str | None, float](float), Counter[str | None]()
-    for part, question in zip(parts, questions, strict=True):
-        asked[question.task] += part
-        examples[question.task] += question.kind == "plain"
-    totals = {task: min(max(count, LEAST_COUNT), MOST_COUNT) for task, count in examples.items()}
+    """[n]: as how many each counts. What is of no task counts once; a task counts as its questions, within limits."""
+    asked = Counter(question.task for question in questions)
     return torch.tensor(
         [
-            1.0 if question.task is None else totals[question.task] * part / asked[question.task]
-            for part, question in zip(parts, questions, strict=True)
+            1.0
+            if question.task is None
+            else min(max(asked[question.task], LEAST_COUNT), MOST_COUNT) / asked[question.task]
+            for question in questions
         ]
     )
 

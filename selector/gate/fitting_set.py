@@ -6,7 +6,7 @@ A fifth of all, with phrases of their own, is held out: thresholds are set on wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Literal
@@ -20,8 +20,7 @@ from .wording import another_question, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
 OWN: Final = 64  # examples of a task; each is asked in several ways
-TEXTS: Final = 256  # examples of a task for a model that takes text alone; each is asked in three ways
-FEWEST: Final = 32  # of these: fewer are asked more often
+TEXTS: Final = 256  # examples of a task for a model that takes text alone
 BASE: Final = 256  # base questions, at most
 BACKGROUND: Final = 1000  # of the user's, at most
 REQUESTS: Final = 1500  # everyday requests
@@ -60,11 +59,11 @@ def fitting_set(
         own: examples of each task, in the order of the stream.
         base: questions that need no memory.
         background: other requests that need no memory, besides those of the package.
-        near_misses: requests that look like a task's and are not; each is asked in several ways.
+        near_misses: requests that look like a task's and are not.
         pictures: whether the model takes pictures.
     """
     made = _FittingSet(own, base, background, pictures, Random(f"gate {seed}"))
-    return [*made.questions(), *made.given_near_misses(near_misses)]
+    return [*(made.questions() if pictures else made.texts()), *made.given_near_misses(near_misses)]
 
 
 class _FittingSet:
@@ -77,7 +76,6 @@ class _FittingSet:
         rng: Random,
     ) -> None:
         self._rng = rng
-        self._pictures = pictures
         self._own = {task: self._some(examples, OWN if pictures else TEXTS) for task, examples in own.items()}
         self._base = self._some(base, BASE)
         self._background = self._some(background, BACKGROUND)
@@ -101,33 +99,33 @@ class _FittingSet:
 
     def questions(self) -> Iterator[GateQuestion]:
         for task, examples in self._own.items():
-            # The fewer examples, the more often is each asked.
-            for number in range(OWN if self._pictures else max(FEWEST, len(examples))):
+            for number in range(OWN):  # the fewer examples, the more often is each asked: all tasks count alike
                 yield from self._asked(examples[number % len(examples)], task, number % len(examples))
         for number, example in enumerate(self._base):
             yield from self._asked(example, None, number)
-        for number, example in enumerate(self._background):
-            yield GateQuestion(example.messages, example.images, None, "background", _part(number), fold=number % FOLDS)
+        yield from self._given_requests()
         for number, request in enumerate(self._requests):
             yield self._everyday(request, number)
         for task in self._own:
             yield from self._near_misses(task)
         yield from self._noise()
 
+    def _given_requests(self) -> Iterator[GateQuestion]:
+        for number, example in enumerate(self._background):
+            yield GateQuestion(example.messages, example.images, None, "background", _part(number), fold=number % FOLDS)
+
     def _asked(self, example: Example, task: str | None, number: int) -> Iterator[GateQuestion]:
-        """One example as it stands, in other ways, and in other words."""
+        """One example as it stands, wrapped, in two other ways, and in other words."""
         part, fold = _part(number), number % FOLDS
         rng, known = self._rng, self._phrases[part]
         ways: list[tuple[str, Vary]] = [("plain", plain), ("wrapped", wrapped)]
         ways += [("other", rng.choice(LONG if rng.random() < 0.05 else OTHERS)) for _ in range(2)]
-        if not self._pictures:
-            ways = [ways[0], ways[1 + number % 2]]
         for kind, vary in ways:
             style = rng.choice(list(STYLES)) if example.images and kind != "plain" and rng.random() < 0.5 else None
             yield GateQuestion(vary(example.messages, known, rng), example.images, task, kind, part, style, fold)
         if task is None:
             return
-        for _ in range(REWORDED if self._pictures else 1):
+        for _ in range(REWORDED):
             text = other_wording(text_of(example.messages), self._wordings[task], self._fillers, rng)
             if text is not None:
                 yield GateQuestion(with_text(example.messages, text), example.images, task, "reworded", part, fold=fold)
@@ -151,11 +149,20 @@ class _FittingSet:
                 if text is not None and text.casefold() not in self._asked_texts:  # not a question of another task
                     yield self._of_no_task(text, "near-miss", number, pictured=True)
 
+    def texts(self) -> Iterator[GateQuestion]:
+        """For classifiers of text, all as they stand: what is varied would teach them the phrases and the prose."""
+        for task, examples in [*self._own.items(), (None, self._base)]:
+            for number, example in enumerate(examples):
+                yield GateQuestion(example.messages, (), task, "plain", _part(number), fold=number % FOLDS)
+        yield from self._given_requests()
+        for number, request in enumerate(self._requests):
+            yield self._of_no_task(request.text, "everyday", number, pictured=False)
+        yield from self._noise()
+
     def given_near_misses(self, examples: Sequence[Example]) -> Iterator[GateQuestion]:
-        """The user's, as they stand and varied: they count for more than what was made."""
+        """The user's, as they stand."""
         for number, example in enumerate(self._some(examples, BACKGROUND)):
-            for question in self._asked(example, None, number):
-                yield replace(question, kind=GIVEN)
+            yield GateQuestion(example.messages, example.images, None, GIVEN, _part(number), fold=number % FOLDS)
 
     def _noise(self) -> Iterator[GateQuestion]:
         """Random words and random letters."""

@@ -77,16 +77,21 @@ def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
 
 
 @pytest.mark.parametrize("examples", [4, 20])
-def test_a_model_of_text_asks_all_examples_in_three_ways(examples: int) -> None:
-    given = asked("x", ["Which guild is the oldest?", "What is a guild?"])
-    questions = fitting_set({"guild": guild()[:examples]}, base(), near_misses=given, pictures=False, seed=0)
-    own = Counter(q.kind for q in questions if q.task == "guild")
-    times = max(examples, 10)  # see `tests.gates`
-    assert own == {"plain": times, "wrapped": times // 2, "other": times // 2, "reworded": times}
-    assert len({text_of(q.messages) for q in questions if (q.task, q.kind) == ("guild", "plain")}) == examples
-    folds = {text_of(q.messages): q.fold for q in questions if (q.task, q.kind) == ("guild", "plain")}
-    assert sorted(folds.values()) == sorted(number % FOLDS for number in range(examples))
-    assert Counter(q.task for q in questions if q.kind == GIVEN) == {None: 4}
+def test_a_model_of_text_is_asked_everything_as_it_stands(examples: int) -> None:
+    given, requests = asked("x", ["Which guild is the oldest?", "What is a guild?"]), asked("y", ["Hi!"])
+    own = {"guild": guild()[:examples]}
+    questions = fitting_set(own, base(), background=requests, near_misses=given, pictures=False, seed=0)
+    assert [text_of(q.messages) for q in questions if q.task] == [text_of(e.messages) for e in own["guild"]]
+    assert [q.fold for q in questions if q.task] == [number % FOLDS for number in range(examples)]
+    assert Counter(q.kind for q in questions if q.task is None) == {
+        "plain": 10,  # see `tests.gates`
+        "background": 1,
+        "everyday": 40,
+        "noise": 10,
+        GIVEN: 2,
+    }
+    known = {request.text for request in everyday_requests()}
+    assert {text_of(q.messages) for q in questions if q.kind == "everyday"} <= known
 
 
 @pytest.mark.parametrize("seed", range(5))
