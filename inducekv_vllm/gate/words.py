@@ -8,10 +8,11 @@ Shapes: N buckets, K tasks that the gate was fitted to.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 from typing import Final
 from zlib import crc32
 
@@ -23,6 +24,7 @@ from .odds import as_evidence
 BUCKETS: Final = 8192
 LETTERS: Final = range(2, 6)  # of a part of a word, which a space begins and ends
 MOST_WORDS: Final = 400  # half of them from the beginning of a longer question, half from its end
+CACHED: Final = 2**15  # words: most requests have words that others had
 _WORD: Final = re.compile(r"\w+")
 Buckets = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float32]
@@ -33,18 +35,25 @@ def word_counts(text: str) -> tuple[Buckets, Numbers]:
     words = _WORD.findall(text.lower())
     if len(words) > MOST_WORDS:
         words = words[: MOST_WORDS // 2] + words[-MOST_WORDS // 2 :]
-    counts = Counter(crc32(piece.encode()) % BUCKETS for piece in _pieces(words))
+    counts = Counter(itertools.chain(*map(_of_word, words), map(_of_pair, words, words[1:])))
     found = np.array(sorted(counts), dtype=np.int64)
     return found, 1 + np.log(np.array([counts[bucket] for bucket in found.tolist()], dtype=np.float32))
 
 
-def _pieces(words: list[str]) -> list[str]:
-    pieces = [f"w {word}" for word in words]
-    pieces += [f"w {first} {second}" for first, second in pairwise(words)]
-    for word in words:
-        spaced = f" {word} "
-        pieces += [spaced[at : at + size] for size in LETTERS for at in range(len(spaced) - size + 1)]
-    return pieces
+@lru_cache(CACHED)
+def _of_word(word: str) -> tuple[int, ...]:
+    """The buckets of the word and of its parts."""
+    spaced = f" {word} "
+    parts = [spaced[at : at + size] for size in LETTERS for at in range(len(spaced) - size + 1)]
+    return tuple(_bucket(piece) for piece in (f"w {word}", *parts))
+
+
+def _of_pair(first: str, second: str) -> int:
+    return _bucket(f"w {first} {second}")
+
+
+def _bucket(piece: str) -> int:
+    return crc32(piece.encode()) % BUCKETS
 
 
 def weighted(counts: Numbers, rarity: Numbers) -> Numbers:

@@ -123,8 +123,11 @@ def _of_gate(
     fitted = fit_gate(backbone, own, [], near_misses=near_misses, misses=misses, seed=seed)
     gate, seconds = fitted.gate, time.perf_counter() - began
     evidence = evidence_of(backbone, gate, [example(text, "asked") for text in asked]).numpy()  # [n, H]
-    rule, began = gate.rule, time.perf_counter()
+    rule, words, began = gate.rule, gate.word_scores, time.perf_counter()
     margins = np.stack([rule.decide(each).margins for each in evidence])  # [n, C]
+    if words is not None:
+        for text in asked:
+            words.evidence(text)
     each = 1000 * (time.perf_counter() - began) / len(asked)
     took = {"fit_seconds": round(seconds, 1), "decision_ms": round(each, 3), "bytes": bytes_of(gate)}
     return {**shares(bundle, margins), **took, "warnings": list(fitted.warnings)}
