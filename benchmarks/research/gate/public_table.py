@@ -28,8 +28,14 @@ def table(cells: Cells) -> Iterator[str]:
         if of_set:
             yield _row(name, means(of_set, GATE), "opened")
     yield _row("**mean**", means(shown, GATE), "opened")
-    for method in dict.fromkeys(method for cell in shown for method in cell["methods"]):
-        yield _row(f"at 95% recall: {method}", means(shown, method), "opened_at_95")
+    methods = dict.fromkeys(method for cell in shown for method in cell["methods"])
+    measured_on = {method: tuple(cell["set"] for cell in shown if method in cell["methods"]) for method in methods}
+    for sets in dict.fromkeys(measured_on.values()):  # some may not be measured on all sets yet
+        of_sets = [cell for cell in shown if cell["set"] in sets]
+        for method in (GATE, *(each for each in methods if each != GATE and measured_on[each] == sets)):
+            yield _row(
+                f"at 95% recall, {', '.join(dict.fromkeys(sets))}: {method}", means(of_sets, method), "opened_at_95"
+            )
 
 
 def others(cells: Cells) -> Iterator[str]:
