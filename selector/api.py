@@ -56,6 +56,7 @@ def teach(
     validation: Data | None = None,
     base: Data = (),
     background: str | Path | None = None,
+    near_misses: str | Path | None = None,
     previous: Taught | None = None,
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -73,6 +74,7 @@ def teach(
         validation: of the same task; default: a tenth of the examples.
         base: questions that the model answers well by itself, for which the gate should stay closed.
         background: a file of requests that need no memory, besides those of the package.
+        near_misses: a file of requests that look like those of a task and are not.
         progress: show bars on standard error.
         callbacks: are told of each step of a training, and of the end.
         columns: which columns hold prompt, answer and picture, where their names do not say so.
@@ -102,6 +104,7 @@ def teach(
             settings=settings_after(before, REFINED, settings, device),
             base=read(base, columns=columns),
             background=read_background(Path(background)) if background else (),
+            near_misses=read_background(Path(near_misses)) if near_misses else (),
             previous=before,
             anchors=Anchors(previous.anchors if previous is not None else ()),
             output=None if output is None else Path(output),

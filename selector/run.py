@@ -63,6 +63,7 @@ class TaskRequest:
     settings: RecipeSettings
     base: Sequence[Example] = ()  # questions that the model answers well by itself; their answers are not used
     background: Sequence[Example] = ()  # requests that need no memory, besides those of the package
+    near_misses: Sequence[Example] = ()  # requests that look like those of a task and are not
     previous: Bundle | None = None
     anchors: Anchors | None = None  # None: none are read, chosen or kept
     output: Path | None = None  # None: nothing is written
@@ -114,13 +115,17 @@ def checked(request: TaskRequest) -> CheckedTask:
         "validation": examples_digest(validation),
         "previous": request.previous.digest if request.previous is not None else None,
     }
+    if request.near_misses:  # without, a run has the name that it had before there were any
+        identity["near_misses"] = examples_digest(request.near_misses)
     run = identity_digest(identity)
     anchors = _earlier_anchors(request.anchors, {example.task for example in training}, run)
-    inputs = TaskInputs(training, validation, anchors, request.previous, request.base, request.background)
+    inputs = TaskInputs(
+        training, validation, anchors, request.previous, request.base, request.background, request.near_misses
+    )
     check_answers(inputs)
     if isinstance(settings, RefinedSettings):
         check_tasks(inputs, settings)
-        check_questions(own_questions(inputs), inputs.background, inputs.base)
+        check_questions(own_questions(inputs), inputs.background, inputs.base, near_misses=inputs.near_misses)
     else:
         grid(inputs, settings)
     return CheckedTask(request, inputs, identity | {"anchors": examples_digest(anchors)}, run)

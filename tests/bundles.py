@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, Gate
 from inducekv_vllm.bundle.activation import Activation
-from inducekv_vllm.gate import TurnMarks
+from inducekv_vllm.gate import BUCKETS, TurnMarks
 
 L, J, G, D, d = 3, 2, 2, 8, 16
 MAP_RANK = 3
@@ -79,6 +80,32 @@ def random_gate(
         "tasks": tuple(tasks),
     }
     return Gate(**(fields | changes))
+
+
+def classified_gate(
+    backbone: BackboneFingerprint = FINGERPRINT,
+    tasks: Sequence[str] = ("a", "b"),
+    *,
+    classified: int = 3,
+    seed: int = 0,
+    **changes: Any,
+) -> Gate:
+    """A gate of random classifiers that were fitted to so many tasks, without prototypes."""
+    generator = torch.Generator().manual_seed(seed)
+    plain = random_gate(backbone, tasks, num_prototypes=0, seed=seed)
+    S, K, F = len(plain.layers), classified, plain.center.shape[1]
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    fields: dict[str, Any] = {
+        "directions": draw(K, S, F) / 2,
+        "rarity": 0.5 + draw(BUCKETS).abs(),
+        "words": 4 * draw(K, BUCKETS),
+        "offsets": draw(2, K),
+        "weights": 4 * draw(len(tasks), 2 * K),
+    }
+    return replace(plain, **(fields | changes))
 
 
 def decided_gate(

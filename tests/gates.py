@@ -14,7 +14,7 @@ from selector.backbone.model import Backbone
 from selector.data.examples import Example, entry_records
 from tests.bundles import random_bundle
 
-FITTING_SET = {"OWN": 10, "BASE": 10, "REQUESTS": 40, "NEAR_MISSES": 5, "NOISE": 10}
+FITTING_SET = {"OWN": 10, "TEXTS": 20, "BASE": 10, "REQUESTS": 40, "NEAR_MISSES": 5, "NOISE": 10}
 TRAINING = {"EPOCHS": 6}
 
 

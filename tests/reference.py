@@ -17,7 +17,7 @@ from selector.backbone.gate_rule import routed_tasks, routing
 from selector.backbone.generation import score
 from selector.backbone.injection import TensorMemory, Terms
 from selector.backbone.model import Backbone, Inputs
-from selector.backbone.token_values import evidence_in, token_values
+from selector.backbone.token_values import evidence_of_prompts
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def reference_logprobs(
 
 def reference_evidence(backbone: Backbone, gate: Gate, prompt: Inputs) -> Tensor:
     """The evidence [H] float32 that a server must find for one prompt."""
-    return evidence_in(gate, token_values(backbone, [prompt], gate.layers, gate.marks))[0]
+    return evidence_of_prompts(backbone, gate, [prompt])[0]
 
 
 def terms_from_pages(pages: Sequence[EntryTerms], num_entries: int) -> Terms:

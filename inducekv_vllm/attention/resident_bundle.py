@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..backbone.stored_facts import StoredFacts
+from ..backbone.stored_facts import QuestionWords, StoredFacts
 from ..bundle.lookup import BundleIndex
 from ..errors import UnsupportedModel
 from ..gate import TurnMarks
@@ -49,6 +49,7 @@ class ResidentBundle:
     index: BundleIndex  # on the host
     first_layers: IntArray  # [B], the first layer in which an entry does anything
     gate: ResidentGate | None = None  # beside the pool
+    words: QuestionWords | None = None  # on the first rank's host, of a gate that looks at words
     facts: StoredFacts | None = None  # on the first rank's host
     picture_marks: TurnMarks | None = None  # for a bundle whose facts are told apart by pictures, too
 

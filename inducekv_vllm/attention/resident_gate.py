@@ -1,6 +1,6 @@
 """The part of a bundle's relevance gate that a worker applies to tokens, on its device.
 
-Shapes: S layers, P prototypes of a layer, J KV heads, D head size, F = J D.
+Shapes: S layers, K tasks that the gate's classifiers know, P prototypes of a layer, J KV heads, D head size, F = J D.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..bundle import Gate
-from ..gate import TokenScores, TurnMarks
+from ..gate import MeanScores, TokenScores, TurnMarks
 from ..vllm_seams.device import Device
 
 
@@ -22,6 +22,7 @@ class ResidentGate:
     layers: tuple[int, ...]  # [S]
     marks: TurnMarks
     scores: TokenScores  # float32
+    means: MeanScores | None = None  # float32
 
     @classmethod
     def load(cls, gate: Gate, heads: slice, head_size: int, is_counted: bool, device: Device) -> ResidentGate:
@@ -41,4 +42,7 @@ class ResidentGate:
             prototypes = copied(gate.prototypes[:, :, features])
             if not is_counted:  # every token is 0 then, and so are the sums
                 scale.zero_()
-            return cls(gate.layers, gate.marks, TokenScores(center, scale, prototypes, copied(gate.floors)))
+            means = None
+            if gate.directions is not None and gate.offsets is not None:
+                means = MeanScores(center, scale, copied(gate.directions[:, :, features]), copied(gate.offsets[0]))
+            return cls(gate.layers, gate.marks, TokenScores(center, scale, prototypes, copied(gate.floors)), means)

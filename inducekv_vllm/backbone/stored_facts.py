@@ -28,7 +28,7 @@ from ..facts import (
     Strictness,
     StrictnessName,
 )
-from ..gate import TurnMarks, deciding_tokens
+from ..gate import TurnMarks, WordScores, deciding_tokens
 from ..retrieval.entry_terms import FloatArray
 from .checkpoints import load_config, load_tokenizer
 from .fingerprint import fingerprint_of
@@ -133,6 +133,18 @@ class FactReader:
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class QuestionWords:
+    """The part of a gate that sees a question's words."""
+
+    scores: WordScores
+    reader: FactReader
+
+    def evidence(self, token_ids: Sequence[int]) -> FloatArray:
+        """[K], of a prompt [T]."""
+        return self.scores.evidence(self.reader.question(token_ids).text)
 
 
 class StoredFacts:

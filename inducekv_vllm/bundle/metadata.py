@@ -119,7 +119,8 @@ class GateRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1, max_length=8)]  # [S]
-    prototypes: Annotated[int, Field(ge=1, le=2**16)]  # P, of each layer
+    prototypes: Annotated[int, Field(ge=0, le=2**16)]  # P, of each layer; at least 1, or there are classifiers
+    classified: Annotated[int, Field(ge=0, le=2**16)] = 0  # K, the tasks that its classifiers were fitted to
     turn_begin: Annotated[tuple[int, ...], Field(max_length=64)]  # see `inducekv_vllm.gate.TurnMarks`
     turn_end: int | None
     near: tuple[Annotated[float, Field(le=0, allow_inf_nan=False)], ...] | None = None  # [C], see `RelevanceGate`
@@ -245,6 +246,8 @@ def _check_gate(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(f"{name}: a relevance gate needs tasks and what it looks at, or neither")
     if metadata.gate is not None:
         layers, available = metadata.gate.layers, metadata.backbone.num_layers
+        if not metadata.gate.prototypes and not metadata.gate.classified:
+            raise BundleError(f"{name}: a gate needs prototypes or classifiers, found neither")
         if list(layers) != sorted(set(layers)) or layers[-1] >= available:
             raise BundleError(f"{name}: a gate looks at ascending layers below {available}, found {list(layers)}")
 

@@ -1,7 +1,8 @@
 """A bundle's tensors, their digest and their checks.
 
 Shapes: B entries, m payload tokens, L layers, J KV heads, G query heads of a KV head, D head size, d hidden size,
-r rank of a map. Of a relevance gate: C tasks, S layers, P prototypes of a layer, H = S P, F = J D.
+r rank of a map. Of a relevance gate: C tasks, S layers, P prototypes of a layer, F = J D, N buckets of words, K
+tasks that its classifiers were fitted to, H = S P + 2 K.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..errors import BundleError, FingerprintMismatch
 from ..facts import StrictnessName
-from ..gate import RelevanceGate, TokenScores, TurnMarks, token_digest
+from ..gate import BUCKETS, MeanScores, RelevanceGate, TokenScores, TurnMarks, WordScores, token_digest
 from ..pace import rest
 from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation
@@ -49,6 +50,12 @@ _GATE = {  # by the names of `Gate`; files have the prefix
     "weights": torch.float32,
     "thresholds": torch.float32,
 }
+_CLASSIFIERS = {  # of a gate that has any
+    "directions": torch.float32,
+    "rarity": torch.float32,
+    "words": torch.float16,
+    "offsets": torch.float32,
+}
 _PREFIX = "gate_"
 DTYPES = {
     "retrieval_keys": torch.float16,
@@ -57,7 +64,7 @@ DTYPES = {
     "temperature": torch.float32,
     "value_gates": torch.float32,
     "layer_bias": torch.float32,
-    **{f"{_PREFIX}{name}": dtype for name, dtype in _GATE.items()},
+    **{f"{_PREFIX}{name}": dtype for name, dtype in (_GATE | _CLASSIFIERS).items()},
     "map_in": torch.float16,
     "map_out": torch.float16,
 }
@@ -80,6 +87,29 @@ class Gate:
     tasks: tuple[str, ...]  # [C], unique; each has entries, facts or an adapter, and all tasks of entries are there
     near: tuple[float, ...] | None = None  # [C], at most 0: from which margin on a task's facts count; None for 0
 
+    # Classifiers of a question's mean values and of its words; all of them or none.
+    directions: Tensor | None = None  # [K, S, F]; stored as float32
+    rarity: Tensor | None = None  # [N], above 0; stored as float32
+    words: Tensor | None = None  # [K, N]; stored as float16
+    offsets: Tensor | None = None  # [2, K], of the means and of the words; stored as float32
+
+    @property
+    def classified(self) -> int:
+        """K."""
+        return 0 if self.directions is None else len(self.directions)
+
+    @property
+    def mean_scores(self) -> MeanScores | None:
+        if self.directions is None or self.offsets is None:
+            return None
+        return MeanScores(self.center, self.scale, self.directions, self.offsets[0])
+
+    @property
+    def word_scores(self) -> WordScores | None:
+        if self.words is None or self.rarity is None or self.offsets is None:
+            return None
+        return WordScores(self.rarity.numpy(), self.words.float().numpy(), self.offsets[1].numpy())
+
     @property
     def token_scores(self) -> TokenScores:
         """In float32."""
@@ -88,8 +118,8 @@ class Gate:
     @property
     def token_digest(self) -> str:
         """See `inducekv_vllm.gate.token_digest`."""
-        names = [field.name for field in fields(TokenScores)]
-        stored = {name: getattr(self, name).to("cpu", _GATE[name]) for name in names}
+        names = [*(field.name for field in fields(TokenScores)), *self._classifiers]
+        stored = {name: getattr(self, name).to("cpu", (_GATE | _CLASSIFIERS)[name]) for name in names}
         return token_digest(self.layers, self.marks, stored)
 
     @property
@@ -102,6 +132,7 @@ class Gate:
         return GateRecord(
             layers=self.layers,
             prototypes=prototypes,
+            classified=self.classified,
             turn_begin=self.marks.begin,
             turn_end=self.marks.end,
             near=self.near,
@@ -109,26 +140,42 @@ class Gate:
 
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the file."""
-        return {f"{_PREFIX}{name}": getattr(self, name) for name in _GATE}
+        return {f"{_PREFIX}{name}": getattr(self, name) for name in (*_GATE, *self._classifiers)}
+
+    @property
+    def _classifiers(self) -> tuple[str, ...]:
+        """The tensors of its classifiers that are there."""
+        return tuple(name for name in _CLASSIFIERS if getattr(self, name) is not None)
 
     @classmethod
     def of_file(cls, record: GateRecord, tasks: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Self:
         """`tensors` by their names in the file, others among them."""
-        stored = {name: tensors[f"{_PREFIX}{name}"] for name in _GATE}
+        names = (*_GATE, *_CLASSIFIERS) if record.classified else tuple(_GATE)
+        stored = {name: tensors[f"{_PREFIX}{name}"] for name in names}
         marks = TurnMarks(record.turn_begin, record.turn_end)
         return cls(layers=record.layers, marks=marks, tasks=tasks, near=record.near, **stored)
 
     def stored(self) -> Self:
         """Copies on the CPU in the types of a file."""
-        tensors: dict[str, Any] = {name: _stored(getattr(self, name), dtype) for name, dtype in _GATE.items()}
+        dtypes = _GATE | {name: _CLASSIFIERS[name] for name in self._classifiers}
+        tensors: dict[str, Any] = {name: _stored(getattr(self, name), dtype) for name, dtype in dtypes.items()}
         return replace(self, **tensors)
 
     def take(self, tasks: Collection[str]) -> Self:
-        """The gate of these tasks alone; prototypes stay."""
+        """The gate of these tasks alone; prototypes stay, classifiers of the others go."""
         rows = [row for row, task in enumerate(self.tasks) if task in tasks]
+        weights, classifiers = self.weights[rows], dict[str, Any]()
+        if self.directions is not None and self.words is not None and self.offsets is not None:
+            H = self.floors.numel()  # of prototypes
+            each = weights[:, H:].view(len(rows), 2, self.classified)
+            used = each.any(dim=(0, 1))  # [K]
+            weights = torch.cat([weights[:, :H], each[:, :, used].flatten(1)], dim=1)
+            classifiers = {"directions": self.directions[used], "words": self.words[used]}
+            classifiers["offsets"] = self.offsets[:, used]
         return replace(
             self,
-            weights=self.weights[rows],
+            **classifiers,
+            weights=weights,
             thresholds=self.thresholds[rows],
             tasks=tuple(self.tasks[row] for row in rows),
             near=None if self.near is None else tuple(self.near[row] for row in rows),
@@ -401,8 +448,11 @@ def bundle_digest(bundle: Bundle) -> str:
     # A bundle without what was added later has the digest that it had before.
     absent = {name for name in ("facts", "fact_thresholds") if not getattr(bundle.metadata, name)}
     metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *absent})
-    if metadata["gate"] is not None and metadata["gate"]["near"] is None:
-        del metadata["gate"]["near"]
+    if (gate := metadata["gate"]) is not None:
+        absent_of_gate = [name for name in ("near",) if gate[name] is None]
+        absent_of_gate += [name for name in ("classified",) if not gate[name]]
+        for name in absent_of_gate:
+            del gate[name]
     rest()
     sha.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
     rest()
@@ -435,10 +485,13 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
     payload = (backbone.num_layers, B, backbone.num_kv_heads, m, backbone.head_dim)
     gate: dict[str, tuple[int, ...]] = {}
     if (record := metadata.gate) is not None:
-        S, P, C = len(record.layers), record.prototypes, len(metadata.gate_tasks)
+        S, P, C, K = len(record.layers), record.prototypes, len(metadata.gate_tasks), record.classified
         features = (S, backbone.num_kv_heads * backbone.head_dim)
         gate = {"gate_center": features, "gate_scale": features, "gate_prototypes": (S, P, features[1])}
-        gate |= {"gate_floors": (S, P), "gate_weights": (C, S * P), "gate_thresholds": (C,)}
+        gate |= {"gate_floors": (S, P), "gate_weights": (C, S * P + 2 * K), "gate_thresholds": (C,)}
+        if K:
+            gate |= {"gate_directions": (K, *features), "gate_rarity": (BUCKETS,)}
+            gate |= {"gate_words": (K, BUCKETS), "gate_offsets": (2, K)}
     maps = {}
     if (shape := metadata.output_map) is not None:
         each = (backbone.num_layers, B, backbone.num_kv_heads)
@@ -513,9 +566,13 @@ def check_values(bundle: Bundle, name: str) -> None:
 
 def _check_gate_values(gate: Gate, name: str) -> None:
     norms = gate.prototypes.float().norm(dim=2)  # [S, P]
-    farthest = norms.flatten()[(norms - 1).abs().argmax()]
-    if abs(float(farthest) - 1) > UNIT_NORM_TOLERANCE:
-        raise BundleError(f"{name}: gate_prototypes must have norm 1, found {float(farthest):.6g}")
+    if (
+        norms.numel()
+        and abs((farthest := float(norms.flatten()[(norms - 1).abs().argmax()])) - 1) > UNIT_NORM_TOLERANCE
+    ):
+        raise BundleError(f"{name}: gate_prototypes must have norm 1, found {farthest:.6g}")
+    if gate.rarity is not None and not bool((gate.rarity > 0).all()):
+        raise BundleError(f"{name}: gate_rarity must be above 0, found {float(gate.rarity.min()):.6g}")
     if not bool((gate.scale > 0).all()):
         raise BundleError(f"{name}: gate_scale must be above 0, found {float(gate.scale.min()):.6g}")
     if not bool(((gate.floors >= 0) & (gate.floors < 1)).all()):

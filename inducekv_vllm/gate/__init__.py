@@ -1,8 +1,9 @@
 """The relevance gate: which task's memory a request uses, if any.
 
 It looks at some layers' attention values, in the tokens that decide. Each of its prototypes says how close the closest
-of these tokens, or of their means, comes to it (`evidence`); a rule weighs the evidence for each task (`rule`). The
-selector fits all of it, and the server applies it with the same functions.
+of these tokens, or of their means, comes to it (`evidence`). A gate for text has two classifiers in their place: one
+of the mean of the question's tokens (`odds`), one of its words (`words`). A rule weighs the evidence for each task
+(`rule`). The selector fits all of it, and the server applies it with the same functions.
 """
 
 from .digest import token_digest
@@ -18,17 +19,24 @@ from .evidence import (
     prompt_evidence,
     turn_starts,
 )
+from .odds import RANGE, MeanScores, as_evidence
 from .rule import Closed, GateDecision, RelevanceGate
+from .words import BUCKETS, WordScores
 
 __all__ = [
+    "BUCKETS",
     "PIECE",
+    "RANGE",
     "Closed",
     "Deciding",
     "GateDecision",
+    "MeanScores",
     "RelevanceGate",
     "TokenScores",
     "TurnMarks",
+    "WordScores",
     "above_floors",
+    "as_evidence",
     "deciding_tokens",
     "in_pieces",
     "last_averaged",

@@ -18,7 +18,7 @@ def token_digest(layers: Sequence[int], marks: TurnMarks, tensors: Mapping[str, 
     Gates of one digest find the same evidence in a prompt of one model.
 
     Args:
-        tensors: the fields of `TokenScores` by name, on the CPU and as they are stored.
+        tensors: those that it looks with, by name, on the CPU and as they are stored.
     """
     sha = hashlib.sha256(json.dumps([list(layers), list(marks.begin), marks.end]).encode())
     for name, tensor in sorted(tensors.items()):

@@ -8,7 +8,7 @@ Tokens know their words, and the mean of some of them in a deeper layer knows wh
 last layer is averaged (`last_averaged`) before anything is compared.
 
 Shapes: T prompt tokens, t of them deciding, S layers, F = J D features of a token (a layer's values of all J KV heads),
-P prototypes of a layer, H = S P.
+P prototypes of a layer, K tasks that its classifiers know.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from .odds import MeanScores
+
 WINDOW: Final = 16  # text tokens in a row, whose mean counts; about a question
 PIECE: Final = 2048  # tokens whose values are held at once; 40 MB for two layers of 1024 features
 
@@ -33,20 +35,36 @@ def prompt_evidence(
     placeholders: Collection[int],
     read: Callable[[list[int]], Tensor],
     add_up: Callable[[Tensor], Tensor],
+    means: MeanScores | None = None,
 ) -> Tensor:
-    """The evidence [H] of a prompt [T]. A long one is read in pieces: vLLM has left no memory for all of its values.
+    """The evidence [S P], or [S P + K] with that of means. A long prompt is read in pieces.
+
+    vLLM has left no memory for all of its values.
 
     Args:
         placeholders: the ids of tokens that stand for media.
         read: the values [t, S, F] of the tokens at t positions.
         add_up: see `TokenScores.evidence`.
+        means: the part of the gate that sees the mean of the question's text.
     """
+    deciding, found = deciding_tokens(token_ids, marks, placeholders), list[Tensor]()
+    if means is not None:
+        found.append(means.evidence(_mean(deciding.text, read, means), add_up))
+    if not scores.prototypes.shape[1]:
+        return found[0]
 
     def of_piece(text: list[int], media: list[int]) -> Tensor:
         return scores.evidence(last_averaged(read(text + media), len(text)), add_up)
 
-    pieces = in_pieces(*deciding_tokens(token_ids, marks, placeholders))
-    return reduce(torch.maximum, starmap(of_piece, pieces))
+    return torch.cat([reduce(torch.maximum, starmap(of_piece, in_pieces(*deciding))), *found])
+
+
+def _mean(text: Sequence[int], read: Callable[[list[int]], Tensor], means: MeanScores) -> Tensor:
+    """[S, F], of the values of a question's text; what is usual, if it has none."""
+    if not text:
+        return means.center
+    sums = [read(list(text[at : at + PIECE])).sum(dim=0) for at in range(0, len(text), PIECE)]
+    return torch.stack(sums).sum(dim=0) / len(text)
 
 
 @dataclass(frozen=True)
@@ -112,7 +130,7 @@ class TokenScores:
     floors: Tensor  # [S, P], the cosine from which a prototype counts; at least 0, below 1
 
     def evidence(self, values: Tensor, add_up: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
-        """[H], each from 0 to 1: how far the most similar token is above the floor of each prototype.
+        """[S P], each from 0 to 1: how far the most similar token is above the floor of each prototype.
 
         Args:
             values: [t, S, F] with t at least 1, any float type, the last layer averaged.

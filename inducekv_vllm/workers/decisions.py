@@ -21,12 +21,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..attention.memory_attention import MemoryAttention
 from ..bundle.activation import first_active_position
-from ..bundle.lookup import BundleIndex, LookupResult
+from ..bundle.lookup import BundleIndex, LookupResult, QueryFeatures
 from ..facts import FactFound, FactMissed, packed
 from ..forbidden import permitted
 from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
@@ -58,7 +59,7 @@ class Deciding:
         return decision if request.bundle is None else replace(decision, seconds=time.perf_counter() - began)
 
     def _decide(self, request: WorkerRequest) -> Decision:
-        features = request.features.wait()
+        features = with_words(request.features.wait(), request)
         if request.bundle is None:
             return Decision(Untouched(), picture=None if features.picture is None else packed(features.picture))
         assert request.spec is not None
@@ -81,6 +82,13 @@ class Deciding:
             missed=found if isinstance(found, FactMissed) else None,
             strictness=strictness,
         )
+
+
+def with_words(features: QueryFeatures, request: WorkerRequest) -> QueryFeatures:
+    """With the evidence of the prompt's words behind that of its values, for a gate that looks at words."""
+    if features.evidence is None or request.bundle is None or (words := request.bundle.words) is None:
+        return features
+    return replace(features, evidence=np.concatenate([features.evidence, words.evidence(request.prompt)]))
 
 
 def outcome_of(

@@ -31,7 +31,7 @@ from ..attention.slots import Slots
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
-from ..backbone.stored_facts import FactReader, StoredFacts
+from ..backbone.stored_facts import FactReader, QuestionWords, StoredFacts
 from ..bundle import BackboneFingerprint, read_bundle
 from ..errors import InduceKVError
 from ..vllm_seams.config import InduceKVConfig
@@ -246,11 +246,13 @@ class MemoryWorker(Worker):
         is_first = get_tensor_model_parallel_rank() == 0
         facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None
         marks = self._fact_reader.marks if bundle.metadata.has_pictures else None
-        heads, gate = self._heads(), None
+        heads, gate, words = self._heads(), None, None
         if bundle.gate is not None:
+            if (scores := bundle.gate.word_scores) is not None and is_first:
+                words = QuestionWords(scores, self._fact_reader)
             size = bundle.metadata.backbone.head_dim
             gate = ResidentGate.load(bundle.gate, heads, size, self._is_first_of_heads(), self._device)
-        return replace(self.pool.store(bundle, heads, gate), facts=facts, picture_marks=marks)
+        return replace(self.pool.store(bundle, heads, gate), words=words, facts=facts, picture_marks=marks)
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
         """Drop a bundle, or its load. Running requests keep its memory until they end."""

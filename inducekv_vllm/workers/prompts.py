@@ -73,9 +73,11 @@ class PromptReader:
             features.evidence = self._device.to_host(self._evidence(request, gate))
 
     def _evidence(self, request: WorkerRequest, gate: ResidentGate) -> Tensor:
-        """[H]"""
+        """[H], without that of words: the host has those."""
         read = partial(self._values.read, gate.layers, request.blocks)  # [t, S, F of this rank]
-        return prompt_evidence(request.prompt, gate.marks, gate.scores, self._placeholders, read, self._add_up)
+        return prompt_evidence(
+            request.prompt, gate.marks, gate.scores, self._placeholders, read, self._add_up, gate.means
+        )
 
     def _read_pictures(self, request: WorkerRequest, marks: TurnMarks) -> None:
         """Those of the turn that is found by these marks."""

@@ -6,11 +6,14 @@ features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Gate
@@ -20,7 +23,11 @@ from inducekv_vllm.gate import TurnMarks, deciding_tokens, last_averaged
 from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
-from .model import Backbone, Inputs
+from .facts import fact_reader
+from .model import Backbone, Inputs, attention_named
+
+WORTH_IT: Final = 8  # tokens
+USUAL: Final = "sdpa"  # attention of transformers, which knows what a prompt has begun with
 
 
 def layers_of_gate(num_layers: int, full_layers: Sequence[int] = ()) -> tuple[int, ...]:
@@ -38,16 +45,107 @@ def layers_of_gate(num_layers: int, full_layers: Sequence[int] = ()) -> tuple[in
 
 
 def evidence_of(backbone: Backbone, gate: Gate, examples: Sequence[Example]) -> Tensor:
-    """The evidence [n, H] float32 of questions for a gate's prototypes, as the server finds it."""
-    encoded = [backbone.encode_example(example) for example in examples]
-    return evidence_in(gate, token_values(backbone, encoded, gate.layers, gate.marks))
+    """The evidence [n, H] float32 of questions, as the server finds it."""
+    return evidence_of_prompts(backbone, gate, [backbone.encode_example(example) for example in examples])
+
+
+def evidence_of_prompts(backbone: Backbone, gate: Gate, encoded: Sequence[Inputs]) -> Tensor:
+    """The evidence [n, H] float32 of what `Backbone.encode` gives for each of n prompts."""
+    parts = []
+    if gate.prototypes.shape[1]:
+        parts.append(evidence_in(gate, token_values(backbone, encoded, gate.layers, gate.marks)))
+    if (means := gate.mean_scores) is not None and (words := gate.word_scores) is not None:
+        asked = asked_texts(backbone, encoded, gate.layers, gate.marks)
+        of_means = [means.evidence(means.center if mean is None else mean) for mean in asked.means]
+        of_words = [torch.from_numpy(words.evidence(text)) for text in asked.texts]
+        parts += [torch.stack(found) if found else torch.zeros(0, gate.classified) for found in (of_means, of_words)]
+    return torch.cat(parts, dim=1)
 
 
 def evidence_in(gate: Gate, values: Sequence[Tensor]) -> Tensor:
-    """The evidence [n, H] float32 in what `token_values` gives."""
+    """The evidence [n, S P] float32 for a gate's prototypes in what `token_values` gives."""
     scores = gate.token_scores
     found = [scores.evidence(of_prompt.float()) for of_prompt in values]
-    return torch.stack(found) if found else torch.zeros(0, gate.weights.shape[1])
+    return torch.stack(found) if found else torch.zeros(0, gate.floors.numel())
+
+
+@dataclass(frozen=True)
+class AskedTexts:
+    """What a gate's classifiers see of n prompts."""
+
+    means: Sequence[Tensor | None]  # [S, F] float32 of each, of its question's text; None without text
+    texts: Sequence[str]
+
+
+@torch.no_grad()
+def asked_texts(
+    backbone: Backbone, encoded: Sequence[Inputs], layers: Sequence[int], marks: TurnMarks, *, batch_tokens: int = 2048
+) -> AskedTexts:
+    """Arguments as of `token_values`. What most prompts of a model for text begin with is computed once."""
+    placeholders, reader = placeholder_ids(backbone.model.config), fact_reader(backbone)
+    ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
+    texts = [deciding_tokens(of_prompt, marks, placeholders).text for of_prompt in ids]
+    begun = _begun(backbone, ids, texts)
+    means: list[Tensor | None] = [None] * len(encoded)
+    for same in (True, False):
+        chosen = [row for row in range(len(ids)) if texts[row] and _begins(ids[row], texts[row], begun) == same]
+        skipped = begun.length if begun is not None and same else 0
+        for batch in _batches([len(ids[row]) - skipped for row in chosen], batch_tokens):
+            rows = [chosen[at] for at in batch]
+            inputs = backbone.collate([encoded[row] for row in rows])
+            after = begun if same else None
+            values = (
+                _values(backbone, inputs, layers) if after is None else _values_after(backbone, inputs, layers, after)
+            )
+            for row, of_prompt in zip(rows, values, strict=True):  # [T - skipped, S, F]
+                means[row] = of_prompt[[at - skipped for at in texts[row]]].float().mean(dim=0).cpu()
+    return AskedTexts(means, [reader.question(of_prompt).text for of_prompt in ids])
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The tokens that most prompts begin with, as every layer keeps them: keys and values [1, J, length, D]."""
+
+    token_ids: tuple[int, ...]
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+
+def _begins(token_ids: Sequence[int], text: Sequence[int], begun: _Begun | None) -> bool:
+    """Whether a prompt begins so, and its question comes after."""
+    return begun is not None and text[0] >= begun.length and tuple(token_ids[: begun.length]) == begun.token_ids
+
+
+def _begun(backbone: Backbone, ids: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> _Begun | None:
+    """None if it is not worth it, or the model cannot go on from there."""
+    fronts = Counter(tuple(of_prompt[: text[0]]) for of_prompt, text in zip(ids, texts, strict=True) if text)
+    front, count = fronts.most_common(1)[0] if fronts else ((), 0)
+    if backbone.kind != "text" or backbone.has_windows or len(front) < WORTH_IT or count < 2:
+        return None
+    with attention_named(backbone, USUAL):
+        first = torch.tensor([list(front)], device=backbone.device)
+        kept = backbone.model.model(input_ids=first, use_cache=True).past_key_values
+    return _Begun(front, [(layer.keys, layer.values) for layer in kept.layers])
+
+
+def _values_after(backbone: Backbone, inputs: Inputs, layers: Sequence[int], begun: _Begun) -> Tensor:
+    """The layers' attention values [n, T - length, S, F] of the tokens behind what the prompts begin with."""
+    n, kept = len(inputs["input_ids"]), DynamicCache()
+    for number, (keys, values) in enumerate(begun.layers[: layers[-1] + 1]):
+        kept.update(keys.expand(n, -1, -1, -1).contiguous(), values.expand(n, -1, -1, -1).contiguous(), number)
+
+    def run() -> None:
+        rest = inputs["input_ids"][:, begun.length :]
+        positions = torch.arange(begun.length, begun.length + rest.shape[1], device=backbone.device)
+        with attention_named(backbone, USUAL):
+            backbone.model.model(
+                input_ids=rest, position_ids=positions.expand(n, -1), past_key_values=kept, use_cache=True
+            )
+
+    return _values_of(backbone, layers, run)
 
 
 @torch.no_grad()
@@ -102,6 +200,11 @@ class _Enough(Exception):
 
 def _values(backbone: Backbone, inputs: Inputs, layers: Sequence[int]) -> Tensor:
     """The layers' attention values [n, T, S, F], not rotated."""
+    return _values_of(backbone, layers, lambda: backbone.hidden_states(inputs))
+
+
+def _values_of(backbone: Backbone, layers: Sequence[int], run: Callable[[], object]) -> Tensor:
+    """What a forward pass has as the layers' attention values; it ends at the last of them."""
     kept: list[Tensor] = []
 
     def keep(module: torch.nn.Module, arguments: Any, output: Tensor) -> None:
@@ -112,7 +215,7 @@ def _values(backbone: Backbone, inputs: Inputs, layers: Sequence[int]) -> Tensor
     modules: list[Any] = backbone.attention_layers()
     handles = [modules[layer].v_proj.register_forward_hook(keep) for layer in layers]
     try:
-        backbone.hidden_states(inputs)
+        run()
     except _Enough:
         pass
     finally:

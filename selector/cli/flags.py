@@ -36,6 +36,11 @@ def flag_fields(model: type[Settings]) -> dict[str, tuple[FieldInfo, Flag]]:
     }
 
 
+def option_of(name: str, flag: Flag) -> str:
+    """As it is given on the command line."""
+    return f"--{(flag.name or name).replace('_', '-')}"
+
+
 def add_flags(
     parser: argparse._ActionsContainer, models: Mapping[str, type[Settings]], names: Sequence[str] | None = None
 ) -> None:
@@ -48,7 +53,7 @@ def add_flags(
     first = next(iter(models.values()))
     for name in flag_fields(first) if names is None else names:
         field, flag = flag_fields(first)[name]
-        option, kind = f"--{name.replace('_', '-')}", _plain_type(field.annotation)
+        option, kind = option_of(name, flag), _plain_type(field.annotation)
         defaults = {label: model.model_fields[name].default for label, model in models.items()}
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": flag.help + _shown(defaults)}
         if kind is bool and field.default is True:

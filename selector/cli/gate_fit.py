@@ -12,7 +12,7 @@ from inducekv_vllm.errors import BundleError, ConfigError
 
 from ..runtime.files import require_output
 from .gate_questions import add_fit_flags, fit_settings, read_background_of
-from .gate_tables import print_prices_of
+from .gate_tables import print_fitted
 from .loading import load_backbone
 from .traffic import read_traffic
 
@@ -37,27 +37,29 @@ def gate_fit(options: argparse.Namespace) -> int:
         raise BundleError(f"{options.path}: the bundle has no relevance gate")
     traffic = read_traffic(options.from_log, gate) if options.from_log else None
     own = _questions(options.task, gate)
-    background = read_background_of(options.background)
+    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
 
     from ..data.examples import read_task
     from ..gate.fit import check_questions, fit_gate
     from ..gate.refit import refit_gate
 
     base = read_task(options.base)
-    check_questions(own, background, base)
+    check_questions(own, background, base, near_misses=near_misses)
     backbone = load_backbone(options.model, options.device)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
     misses, seed = settings.gate_misses, settings.seed
     if traffic is None:
-        fitted = fit_gate(backbone, own, base, background=background, misses=misses, seed=seed)
+        fitted = fit_gate(backbone, own, base, background=background, near_misses=near_misses, misses=misses, seed=seed)
     else:
-        fitted = refit_gate(backbone, gate, own, base, traffic, background=background, misses=misses, seed=seed)
+        known = {"background": background, "near_misses": near_misses}
+        fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed)
     counts = {"base_questions": len(base), "background_requests": len(background)}
+    counts |= {"near_misses": len(near_misses)} if near_misses else {}
     traffic_count = {} if traffic is None else {"traffic_requests": len(traffic)}
-    after = bundle.with_gate(fitted.gate, {"gate_misses": misses, **counts, **traffic_count})
+    after = bundle.with_gate(fitted.gate, {"gate_misses": fitted.misses, **counts, **traffic_count})
     write_bundle(after, options.output)
     print(f"{options.output}: a gate for {', '.join(gate.tasks)}, digest {after.digest}")
-    print_prices_of(fitted, misses)
+    print_fitted(fitted)
     return SUCCESS
 
 

@@ -12,14 +12,16 @@ from .flags import add_flags
 if TYPE_CHECKING:
     from ..data.examples import Example
 
+NEAR_MISSES: Final = "questions that look like a task's and are not: .txt with one a line, or task data"  # of --not
 BACKGROUND: Final = (
     "requests that need no memory, besides those of the package: .txt with one a line, or task data"  # of --background
 )
 
 
 def add_fit_flags(parser: argparse._ActionsContainer) -> None:
-    """--background, --gate-misses and --seed."""
+    """--background, --not, --gate-misses and --seed."""
     parser.add_argument("--background", type=Path, metavar="FILE", help=BACKGROUND)
+    parser.add_argument("--not", dest="near_misses", type=Path, metavar="FILE", help=NEAR_MISSES)
     add_flags(parser, {"": GateSettings})
 
 

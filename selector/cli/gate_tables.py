@@ -25,8 +25,15 @@ def print_table(table: Table) -> None:
     Console(soft_wrap=True, highlight=False, width=WIDTH).print(table)
 
 
-def print_prices_of(fitted: FittedGate, misses: float) -> None:
-    print_prices([asdict(price) for price in fitted.prices], misses)
+def print_fitted(fitted: FittedGate) -> None:
+    """What other shares of missed questions would cost, and why the gate may be of no use."""
+    print_prices([asdict(price) for price in fitted.prices], fitted.misses)
+    print_warnings(fitted.warnings)
+
+
+def print_warnings(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}; docs/gate.md")
 
 
 def print_prices(prices: Sequence[Mapping[str, Any]], misses: float) -> None:
@@ -57,9 +64,12 @@ def gate_summary(bundle: Bundle) -> dict[str, str]:
     layers = " and ".join(map(str, gate.layers))
     marks = f"turns begin with {list(gate.marks.begin)}" if gate.marks.begin else "no turn marks"
     end = "" if gate.marks.end is None else f", end with {gate.marks.end}"
+    looks_with = f"{gate.prototypes.shape[1]} prototypes of each"
+    if gate.classified:
+        looks_with = f"their means and the question's words, in classifiers of {gate.classified} tasks"
     return {
         "relevance gate": f"{thresholds}; {stored_gate_bytes(bundle)} bytes",
-        "gate looks at": f"values of layer {layers}, {gate.prototypes.shape[1]} prototypes of each; {marks}{end}",
+        "gate looks at": f"values of layer {layers}, {looks_with}; {marks}{end}",
     }
 
 
@@ -68,13 +78,19 @@ def gate_differences(old: Gate | None, new: Gate | None) -> list[str]:
     if old is None or new is None:
         return []
     lines: list[str] = []
-    for name in ("center", "scale", "prototypes", "floors"):
-        lines += tensor_difference(f"gate {name}", getattr(old, name), getattr(new, name))
+    before, after = old.tensors(), new.tensors()
+    for name in dict.fromkeys((*before, *after)):
+        if name in ("gate_weights", "gate_thresholds"):
+            continue
+        if name not in before or name not in after:
+            lines.append(f"{name.replace('_', ' ')}: {'new' if name in after else 'gone'}")
+        else:
+            lines += tensor_difference(name.replace("_", " "), before[name], after[name])
     for task in old.tasks:
         if task in new.tasks:
-            before, after = old.tasks.index(task), new.tasks.index(task)
-            lines += tensor_difference(f"gate weights of {task}", old.weights[before], new.weights[after])
-            lines += tensor_difference(f"gate threshold of {task}", old.thresholds[before], new.thresholds[after])
+            row, now = old.tasks.index(task), new.tasks.index(task)
+            lines += tensor_difference(f"gate weights of {task}", old.weights[row], new.weights[now])
+            lines += tensor_difference(f"gate threshold of {task}", old.thresholds[row], new.thresholds[now])
     return lines
 
 

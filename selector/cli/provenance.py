@@ -12,10 +12,9 @@ from inducekv_vllm.bundle import Bundle, read_bundle, read_private_key, sign_dig
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.files import audit_chain
 
-from ..gate.settings import DEFAULT_MISSES
 from ..runtime.files import require_output
 from .gate_questions import BACKGROUND, read_background_of
-from .gate_tables import print_prices_of
+from .gate_tables import print_fitted
 from .loading import load_backbone
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def forget(options: argparse.Namespace) -> int:
         f"digest {after.digest}"
     )
     if fitted is not None:
-        print_prices_of(fitted, bundle.metadata.settings.get("gate_misses", DEFAULT_MISSES))
+        print_fitted(fitted)
     return SUCCESS
 
 

@@ -12,7 +12,7 @@ from inducekv_vllm.errors import ConfigError
 
 from ..runtime.files import require_output
 from .gate_questions import add_fit_flags, fit_settings, read_background_of
-from .gate_tables import print_prices_of
+from .gate_tables import print_fitted
 from .loading import load_backbone
 
 SUCCESS = 0
@@ -32,9 +32,11 @@ def route(options: argparse.Namespace) -> int:
     from ..update.route import TaskAdapter, route_bundle
 
     base = read_task(options.base)
-    background = read_background_of(options.background)
+    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
     adapters = {task: TaskAdapter(folder, read_task(data)) for task, folder, data in folders}
-    check_questions({task: adapter.examples for task, adapter in adapters.items()}, background, base)
+    check_questions(
+        {task: adapter.examples for task, adapter in adapters.items()}, background, base, near_misses=near_misses
+    )
     bundle, fitted = route_bundle(
         load_backbone(options.model, options.device),
         base,
@@ -42,10 +44,11 @@ def route(options: argparse.Namespace) -> int:
         relative_to=options.output.parent,
         settings=settings,
         background=background,
+        near_misses=near_misses,
     )
     write_bundle(bundle, options.output)
     print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
-    print_prices_of(fitted, settings.gate_misses)
+    print_fitted(fitted)
     return SUCCESS
 
 

@@ -26,7 +26,7 @@ from ..refined.settings import RefinedSettings
 from .dates import read_date, read_date_after
 from .flags import error_line
 from .gate_questions import read_background_of
-from .gate_tables import print_prices
+from .gate_tables import print_prices, print_warnings
 from .loading import load_backbone
 from .servers import publish, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
@@ -113,6 +113,7 @@ def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle 
         settings=settings,
         base=_read_base(options.base) if options.base else (),
         background=read_background_of(options.background),
+        near_misses=read_background_of(options.near_misses),
         previous=previous,
         anchors=anchors,
         output=options.output,
@@ -202,7 +203,8 @@ def _summarize(learned: Learned, options: SelectOptions) -> None:
         how = "alone: they answer every validation question" if "facts" in facts["accuracy"] else "beside the memory"
         print(f"{output}: {facts['facts']} examples are facts, {how}; docs/facts.md")
     if gate := report.get("gate"):
-        print_prices(gate["prices"], bundle.metadata.settings["gate_misses"])
+        print_prices(gate["prices"], gate["misses"])
+        print_warnings(gate["warnings"])
     if accuracy := report.get("validation_accuracy"):
         _print_accuracy(accuracy, report["pool"]["validation_examples"])
     if base := report.get("base_accuracy"):

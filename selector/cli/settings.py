@@ -23,8 +23,8 @@ from ..refined.settings import RefinedSettings
 from ..runtime.settings import Flag
 from ..update.settings import PAPER, REFINED
 from .columns import ColumnOptions
-from .flags import Parser, add_flags, flag_fields, toml_arguments
-from .gate_questions import BACKGROUND
+from .flags import Parser, add_flags, flag_fields, option_of, toml_arguments
+from .gate_questions import BACKGROUND, NEAR_MISSES
 
 PROGRAM: Final = "inducekv-select"
 Preset = Literal["quick", "best"]
@@ -52,6 +52,7 @@ class SelectOptions(ColumnOptions):
         Path | None, Flag("questions the model answers well alone: the gate stays closed for them (refined only)")
     ] = None
     background: Annotated[Path | None, Flag(f"{BACKGROUND} (refined only)")] = None
+    near_misses: Annotated[Path | None, Flag(f"{NEAR_MISSES} (refined only)", name="not")] = None
     recipe: Annotated[Literal["paper", "refined"] | None, Flag("(default: the previous bundle's, else refined)")] = None
     anchor_policy: Annotated[AnchorPolicy, Flag("how anchors are chosen")] = "random"
     anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = ANCHORS_PER_TASK
@@ -117,9 +118,10 @@ def recipe_settings(
         if name not in flag_fields(RECIPES[recipe]):
             other = next(other for other in RECIPES if other != recipe)
             raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe {other!r} only")
-    for name in ("base", "background", "preset", "log_dir"):
+    for name in ("base", "background", "near_misses", "preset", "log_dir"):
         if getattr(options, name) and recipe != REFINED:
-            raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe 'refined' only")
+            flag = option_of(name, flag_fields(SelectOptions)[name][1])
+            raise ConfigError(f"{flag} is a setting of the recipe 'refined' only")
     if options.preset:
         values = {**PRESETS[options.preset], **values}
     return settings_after(previous, recipe, values, options.device)

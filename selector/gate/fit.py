@@ -1,6 +1,9 @@
 """Fit a relevance gate to questions of C tasks and to everything else.
 
-Shapes: C tasks.
+A model that takes pictures has a gate of prototypes (`training`); one that takes text alone, a gate of two classifiers
+(`classifiers`).
+
+Shapes: C tasks, n questions.
 """
 
 from __future__ import annotations
@@ -10,18 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
 from ..backbone.model import Backbone
-from ..backbone.token_values import layers_of_gate, token_values
+from ..backbone.token_values import asked_texts, layers_of_gate, token_values
 from ..data.examples import Example
 from .background import everyday_requests
+from .classified import classified_gate
+from .classifiers import Seen
 from .encoding import encode_questions
-from .fitting_set import fitting_set
-from .settings import DEFAULT_MISSES
+from .fitting_set import GateQuestion, fitting_set
+from .settings import DEFAULT_MISSES, TEXT_MISSES
 from .training import Price, train_gate
 from .variations import text_of
 
@@ -33,6 +39,8 @@ class FittedGate:
     gate: Gate  # as a bundle stores it
     prices: tuple[Price, ...]
     seconds: Mapping[str, float] = field(default_factory=dict)  # of a whole fit, by what it took them for
+    misses: float = 0.0  # the share of own questions that it may miss
+    warnings: tuple[str, ...] = ()  # why the gate may not be of use
 
 
 def fit_gate(
@@ -41,7 +49,8 @@ def fit_gate(
     base: Sequence[Example],
     *,
     background: Sequence[Example] = (),
-    misses: float = DEFAULT_MISSES,
+    near_misses: Sequence[Example] = (),
+    misses: float | None = None,
     seed: int = 0,
 ) -> FittedGate:
     """A gate that tells the questions of C tasks from each other and from everything else; answers are not used.
@@ -50,22 +59,73 @@ def fit_gate(
         own: examples of each task, in the order of the stream.
         base: questions that need no memory.
         background: other requests that need no memory, besides those of the package.
-        misses: share of the tasks' held-out questions that the gate may miss.
+        near_misses: requests that look like those of a task and are not.
+        misses: share of the tasks' questions that the gate may miss, of those that it was not fitted to; None for the
+            default of the model's kind.
 
     Raises:
-        ConfigError: a task without questions, with everyday requests as questions, or two tasks with the same ones.
+        ConfigError: a task without questions, with everyday requests as questions, or with the same ones as another;
+            background requests or near-misses that are a task's.
         TaskDataError: the model's processor refuses a question.
     """
-    check_questions(own, background)
-    questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
-    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers, backbone.full_layers)
+    check_questions(own, background, near_misses=near_misses)
+    questions = fitting_set(
+        own, base, background=background, near_misses=near_misses, pictures=backbone.kind != "text", seed=seed
+    )
     tasks = tuple(own)
+    labels = [len(tasks) if q.task is None else tasks.index(q.task) for q in questions]
+    fit = _fit_classifiers if backbone.kind == "text" else _fit_prototypes
+    return fit(backbone, questions, labels, tasks, misses_of(backbone, misses), seed)
+
+
+def misses_of(backbone: Backbone, misses: float | None) -> float:
+    """As asked, or the default of the model's kind."""
+    if misses is not None:
+        return misses
+    return TEXT_MISSES if backbone.kind == "text" else DEFAULT_MISSES
+
+
+def _fit_classifiers(
+    backbone: Backbone,
+    questions: Sequence[GateQuestion],
+    labels: Sequence[int],
+    tasks: tuple[str, ...],
+    misses: float,
+    seed: int,
+) -> FittedGate:
+    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers, backbone.full_layers)
+    began = time.monotonic()
+    seen_by_them = seen(backbone, questions, layers)
+    looked = time.monotonic()
+    gate, prices, warnings = classified_gate(
+        seen_by_them, questions, torch.tensor(labels), tasks, layers, marks, misses
+    )
+    seconds = {"features": looked - began, "training": time.monotonic() - looked}
+    return FittedGate(gate, prices, seconds, misses, warnings)
+
+
+def seen(backbone: Backbone, questions: Sequence[GateQuestion], layers: tuple[int, ...]) -> Seen:
+    """What classifiers see of n questions; one without text has the mean of those with some."""
+    asked = asked_texts(backbone, encode_questions(backbone, questions), layers, turn_marks(backbone.processor))
+    usual: Tensor = torch.stack([mean for mean in asked.means if mean is not None]).mean(dim=0)
+    return Seen(torch.stack([usual if mean is None else mean for mean in asked.means]), asked.texts)
+
+
+def _fit_prototypes(
+    backbone: Backbone,
+    questions: Sequence[GateQuestion],
+    labels: Sequence[int],
+    tasks: tuple[str, ...],
+    misses: float,
+    seed: int,
+) -> FittedGate:
+    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers, backbone.full_layers)
     began = time.monotonic()
     values = token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16)
-    seen = time.monotonic()
+    looked = time.monotonic()
     trained = train_gate(
         values,
-        labels=[len(tasks) if q.task is None else tasks.index(q.task) for q in questions],
+        labels=labels,
         held_out=[q.part == "held_out" for q in questions],
         kinds=[q.kind for q in questions],
         num_tasks=len(tasks),
@@ -84,42 +144,58 @@ def fit_gate(
         near=trained.near,
         tasks=tasks,
     )
-    return FittedGate(gate, trained.prices, {"features": seen - began, "training": time.monotonic() - seen})
+    seconds = {"features": looked - began, "training": time.monotonic() - looked}
+    return FittedGate(gate, trained.prices, seconds, misses)
 
 
 def check_questions(
-    own: Mapping[str, Sequence[Example]], background: Sequence[Example] = (), base: Sequence[Example] = ()
+    own: Mapping[str, Sequence[Example]],
+    background: Sequence[Example] = (),
+    base: Sequence[Example] = (),
+    *,
+    near_misses: Sequence[Example] = (),
 ) -> None:
     """Refuse what no gate can tell from each other.
 
     Raises:
-        ConfigError: two tasks have the same questions, everyday requests are those of a task, or background requests.
+        ConfigError: two tasks have the same questions, a task has one question several times, everyday requests are
+            those of a task, or background requests or near-misses.
         TaskDataError: base questions are those of a task.
     """
     task_of = {example.source_digest: task for task, examples in own.items() for example in examples}
     for example in base:
         if (task := task_of.get(example.source_digest)) is not None:
             raise TaskDataError(f"base question {example.id!r} is also a question of the task {task!r}")
+    for example in background:
+        if (task := task_of.get(example.source_digest)) is not None:
+            raise ConfigError(f"background request {example.id!r} is also a question of the task {task!r}")
+    said = {_said(example): task for task, examples in own.items() for example in examples if not example.images}
+    for example in near_misses:
+        if (task := task_of.get(example.source_digest, said.get(_said(example)))) is not None:
+            raise ConfigError(f"near-miss {text_of(example.messages)!r} (--not) is a question of the task {task!r}")
     everyday = {request.text.casefold() for request in everyday_requests()}
-    known = {example.source_digest: example for example in background}
     seen: dict[str, set[str]] = {}
     for task, examples in own.items():
         if not examples:
             raise ConfigError(f"the gate needs questions of the task {task!r}, and there are none")
+        digests = {example.source_digest for example in examples}
+        if len(examples) > 1 and len(digests) == 1:
+            raise ConfigError(
+                f"the task {task!r} has one question {len(examples)} times: the gate needs questions in other words"
+            )
         common = [e for e in examples if text_of(e.messages).casefold() in everyday and not e.images]
         if len(common) > len(examples) / 2:
             raise ConfigError(
                 f"{len(common)} of the {len(examples)} questions of the task {task!r} are everyday requests, such as "
                 f"{text_of(common[0].messages)!r}: the gate stays closed for those"
             )
-        for example in examples:
-            if example.source_digest in known:
-                other = known[example.source_digest]
-                raise ConfigError(f"background request {other.id!r} is also a question of the task {task!r}")
-        digests = {example.source_digest for example in examples}
         for earlier, theirs in seen.items():
             if len(shared := digests & theirs) > min(len(digests), len(theirs)) / 2:
                 raise ConfigError(
                     f"the tasks {earlier!r} and {task!r} have {len(shared)} questions in common: no gate can tell them"
                 )
         seen[task] = digests
+
+
+def _said(example: Example) -> str:
+    return " ".join(text_of(example.messages).casefold().split())

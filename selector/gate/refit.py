@@ -16,10 +16,10 @@ from inducekv_vllm.bundle import Gate
 from ..backbone.model import Backbone
 from ..backbone.token_values import evidence_in, token_values
 from ..data.examples import Example
+from .classified import refitted
 from .encoding import encode_questions
-from .fit import FittedGate, check_questions
+from .fit import FittedGate, check_questions, misses_of, seen
 from .fitting_set import FOLDS, fitting_set
-from .settings import DEFAULT_MISSES
 from .training import refit_rule
 
 
@@ -31,7 +31,8 @@ def refit_gate(
     traffic: Tensor,
     *,
     background: Sequence[Example] = (),
-    misses: float = DEFAULT_MISSES,
+    near_misses: Sequence[Example] = (),
+    misses: float | None = None,
     seed: int = 0,
 ) -> FittedGate:
     """The gate with new weights and thresholds; arguments and errors as of `fit_gate`.
@@ -40,18 +41,23 @@ def refit_gate(
         own: by task, in the order of the gate's tasks.
         traffic: the evidence [n, H] of requests that need no memory; a fifth of them is held out.
     """
-    check_questions(own, background)
-    questions = fitting_set(own, base, background=background, pictures=backbone.kind != "text", seed=seed)
+    check_questions(own, background, near_misses=near_misses)
+    questions = fitting_set(
+        own, base, background=background, near_misses=near_misses, pictures=backbone.kind != "text", seed=seed
+    )
+    labels = [len(gate.tasks) if q.task is None else gate.tasks.index(q.task) for q in questions]
+    share = misses_of(backbone, misses)
+    if gate.classified:
+        found = refitted(gate, seen(backbone, questions, gate.layers), questions, torch.tensor(labels), traffic, share)
+        return FittedGate(*found[:2], {}, share, found[2])
     values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks)
-    seen = len(traffic)
     weights, thresholds, near, prices = refit_rule(
         torch.cat([evidence_in(gate, values), traffic]),  # [n, H]
-        labels=[len(gate.tasks) if q.task is None else gate.tasks.index(q.task) for q in questions]
-        + [len(gate.tasks)] * seen,
-        held_out=[q.part == "held_out" for q in questions] + [row % FOLDS == FOLDS - 1 for row in range(seen)],
-        kinds=[q.kind for q in questions] + ["traffic"] * seen,
+        labels=labels + [len(gate.tasks)] * len(traffic),
+        held_out=[q.part == "held_out" for q in questions] + [row % FOLDS == FOLDS - 1 for row in range(len(traffic))],
+        kinds=[q.kind for q in questions] + ["traffic"] * len(traffic),
         num_tasks=len(gate.tasks),
         num_prototypes=gate.prototypes.shape[1],
-        misses=misses,
+        misses=share,
     )
-    return FittedGate(replace(gate, weights=weights, thresholds=thresholds, near=near), prices)
+    return FittedGate(replace(gate, weights=weights, thresholds=thresholds, near=near), prices, {}, share)

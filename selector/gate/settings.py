@@ -8,14 +8,19 @@ from pydantic import Field
 
 from ..runtime.settings import Flag, Seed, Settings
 
-DEFAULT_MISSES: Final = 0.0
+DEFAULT_MISSES: Final = 0.0  # of a model that takes pictures
+TEXT_MISSES: Final = 0.05  # of one that takes text alone
 Misses = Annotated[
-    float, Field(ge=0, le=0.5), Flag("share of a task's own questions that the gate may miss, to keep others out")
+    Annotated[float, Field(ge=0, le=0.5)] | None,
+    Flag(
+        "share of a task's own questions that the gate may miss, to keep others out "
+        f"(default: {TEXT_MISSES} of a model for text alone, {DEFAULT_MISSES:g} of one that takes pictures)"
+    ),
 ]
 
 
 class GateSettings(Settings):
     """Of a gate that is fitted alone. Raises `ConfigError` for values out of range."""
 
-    gate_misses: Misses = DEFAULT_MISSES
+    gate_misses: Misses = None
     seed: Seed = 0

@@ -256,11 +256,11 @@ def _priced(
 
     threshold = threshold_of(misses)
     prices = tuple(
-        _price(margins, labels, held_out, kinds, offsets, threshold_of(allowed), allowed)
+        price_of(margins, labels, held_out, kinds, offsets, threshold_of(allowed), allowed)
         for allowed in sorted({*MISSES, misses})
     )
     thresholds = (offsets + threshold).clamp(min=LEAST_THRESHOLD)  # [C]
-    near = _near(margins + offsets - thresholds, labels, held_out)
+    near = near_of((margins + offsets - thresholds)[held_out], labels[held_out])
     return thresholds.float(), near, prices
 
 
@@ -294,16 +294,16 @@ def _threshold(margins: Tensor, labels: Tensor, held_out: Tensor, num_tasks: int
     return reached.quantile(misses).clamp(min=LEAST_ODDS) if len(reached) else torch.zeros(())
 
 
-def _near(margins: Tensor, labels: Tensor, held_out: Tensor) -> tuple[float, ...]:
-    """[C]: what nearly all held-out questions of no task stay below, in margins [n, C] of the whole rule; at most 0."""
+def near_of(margins: Tensor, labels: Tensor) -> tuple[float, ...]:
+    """[C]: what nearly all questions of no task stay below, in margins [n, C] of the whole rule; at most 0."""
     num_tasks = margins.shape[1]
-    others = margins[held_out & (labels == num_tasks)]  # [held-out questions of no task, C]
+    others = margins[labels == num_tasks]  # [questions of no task, C]
     if not len(others):
         return (0.0,) * num_tasks
     return tuple(others.quantile(NEAR, dim=0).clamp(max=0).tolist())
 
 
-def _price(
+def price_of(
     margins: Tensor,
     labels: Tensor,
     held_out: Tensor,

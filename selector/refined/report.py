@@ -55,6 +55,8 @@ def report_update(
         "gate": {
             "tasks": list(fitted.gate.tasks),
             "thresholds": fitted.gate.thresholds.tolist(),
+            "misses": fitted.misses,
+            "warnings": list(fitted.warnings),
             "prices": [asdict(price) for price in fitted.prices],
             "openings": _openings(with_bundle, bundle, inputs),
         },

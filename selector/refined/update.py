@@ -74,11 +74,13 @@ def update_refined(
             own_questions(inputs),
             inputs.base,
             background=inputs.background,
+            near_misses=inputs.near_misses,
             misses=settings.gate_misses,
             seed=settings.seed,
         )
-    counts = {"anchors": len(inputs.anchors), "base_questions": len(inputs.base)}
-    counts |= {"background_requests": len(inputs.background)}
+    counts: dict[str, Any] = {"anchors": len(inputs.anchors), "base_questions": len(inputs.base)}
+    counts |= {"background_requests": len(inputs.background), "gate_misses": fitted.misses}
+    counts |= {"near_misses": len(inputs.near_misses)} if inputs.near_misses else {}
     bundle, facts = None, dict[str, Any]()
     found: Search | None = None
     if settings.facts == "search" and settings.form == "decoupled":
@@ -110,7 +112,7 @@ def _bundle(
     found: Search,
     records: tuple[EntryRecord, ...],
     fitted: FittedGate,
-    counts: dict[str, int],
+    counts: dict[str, Any],
 ) -> Bundle:
     """The previous memory's entries, then those of the new task; `records` are theirs."""
     memory = found.memory

@@ -22,6 +22,7 @@ class Flag:
     help: str
     metavar: str | None = None
     none_flag: str | None = None  # a second flag, without a value, that sets the field to None
+    name: str | None = None  # of the flag, where it is not the field's
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**63), Flag("seed of all random choices")]  # as torch takes it

@@ -16,7 +16,6 @@ from inducekv_vllm.errors import BundleError, ConfigError
 from ..backbone.model import Backbone
 from ..data.examples import Example
 from ..gate.fit import FittedGate, check_questions, fit_gate
-from ..gate.settings import DEFAULT_MISSES
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,5 @@ def refitted_gate(
             raise ConfigError(f"the gate cannot be fitted again: there are no anchors of the task {task!r}")
         own[task] = examples
     check_questions(own, background, base)
-    misses, seed = (
-        metadata.settings.get(name, usual) for name, usual in (("gate_misses", DEFAULT_MISSES), ("seed", 0))
-    )
+    misses, seed = metadata.settings.get("gate_misses"), int(metadata.settings.get("seed", 0))
     return fit_gate(backbone, own, base, background=background, misses=misses, seed=seed)

@@ -30,6 +30,7 @@ class TaskInputs:
     # and requests that need no memory, besides those of the package.
     base: Sequence[Example] = ()
     background: Sequence[Example] = ()
+    near_misses: Sequence[Example] = ()  # requests that look like those of a task and are not
 
     @property
     def entries_by_task(self) -> dict[str, int]:
@@ -96,7 +97,8 @@ def check_inputs(
     """
     check_previous(scorer.backbone, inputs, settings.budget, settings.payload_tokens, recipe)
     check_answers(inputs)
-    read = (*inputs.training, *inputs.validation, *inputs.anchors, *inputs.base, *inputs.background)
+    outside = (*inputs.base, *inputs.background, *inputs.near_misses)
+    read = (*inputs.training, *inputs.validation, *inputs.anchors, *outside)
     require_context(scorer, read, progress)
 
 

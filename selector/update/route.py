@@ -40,6 +40,7 @@ def route_bundle(
     relative_to: Path,
     settings: GateSettings,
     background: Sequence[Example] = (),
+    near_misses: Sequence[Example] = (),
 ) -> tuple[Bundle, FittedGate]:
     """Fit a gate to questions of tasks and questions that need no adapter; answers are not used.
 
@@ -48,6 +49,7 @@ def route_bundle(
         adapters: by task.
         relative_to: the folder of the bundle; adapters below it are recorded relative to it.
         background: requests that need no adapter, besides those of the package.
+        near_misses: requests that look like those of a task and are not.
 
     Raises:
         BundleError: an adapter cannot be read, is of another base, or belongs to two tasks.
@@ -55,12 +57,21 @@ def route_bundle(
     """
     records = tuple(_record(backbone, task, adapter.folder, relative_to) for task, adapter in adapters.items())
     own = {task: adapter.examples for task, adapter in adapters.items()}
-    fitted = fit_gate(backbone, own, base, background=background, misses=settings.gate_misses, seed=settings.seed)
+    fitted = fit_gate(
+        backbone,
+        own,
+        base,
+        background=background,
+        near_misses=near_misses,
+        misses=settings.gate_misses,
+        seed=settings.seed,
+    )
     bundle = bundle_without_entries(
         backbone.fingerprint,
         recipe=ROUTE,
         settings=settings.model_dump()
-        | {"base_questions": len(base), "background_requests": len(background)}
+        | {"gate_misses": fitted.misses, "base_questions": len(base), "background_requests": len(background)}
+        | ({"near_misses": len(near_misses)} if near_misses else {})
         | {"questions": {task: len(examples) for task, examples in own.items()}},
         gate=fitted.gate,
         task_adapters=records,

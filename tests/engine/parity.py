@@ -35,8 +35,8 @@ from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS
 from selector.backbone.extraction import extract
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone
-from selector.backbone.token_values import evidence_in, token_values
-from tests.bundles import MAP_RANK, as_decoupled, by_default, remade
+from selector.backbone.token_values import evidence_in, evidence_of_prompts, token_values
+from tests.bundles import MAP_RANK, as_decoupled, by_default, classified_gate, remade
 from tests.reference import reference_evidence, reference_logprobs
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32
@@ -231,6 +231,29 @@ def gated_bundle(
     return bundle
 
 
+def behind_classifiers(
+    bundle: Bundle, world: World, questions: Sequence[Prompt], tasks: Sequence[str | None]
+) -> Bundle:
+    """The bundle of `gated_bundle` behind a gate of random classifiers, which decides the same on these prompts."""
+    assert bundle.gate is not None
+    drawn = classified_gate(
+        world.backbone.fingerprint,
+        bundle.gate.tasks,
+        classified=len(questions),
+        layers=bundle.gate.layers,
+        marks=bundle.gate.marks,
+        center=bundle.gate.center,
+        scale=bundle.gate.scale,
+    ).stored()
+    encoded = [world.backbone.encode(p.chat_messages, p.images) for p in questions]
+    evidence = evidence_of_prompts(world.backbone, drawn, encoded).double()  # [N, H]
+    margins = torch.tensor([[0.5 if task == name else -0.5 for name in drawn.tasks] for task in tasks]).double()
+    thresholds = torch.ones(len(drawn.tasks))
+    weights = torch.linalg.lstsq(evidence, margins + 1, driver="gelsd").solution.T.float()
+    torch.testing.assert_close(evidence @ weights.T.double() - 1, margins, rtol=0, atol=1e-3)
+    return remade(bundle, gate=replace(drawn, weights=weights, thresholds=thresholds))
+
+
 def _default_form(world: World) -> dict[str, Any]:
     late = as_decoupled(world.merged["prior"], "prompt", map_rank=MAP_RANK, heads_per_kv_head=world.heads_per_kv_head)
     tensors = {
@@ -379,10 +402,13 @@ class MemoryEngine:
             np.testing.assert_allclose(list(weights.values()), [reference[i] for i in weights], rtol=0, atol=TOLERANCE)
 
     @contextmanager
-    def gated(self, questions: Sequence[Prompt], tasks: Sequence[str | None], **changes: Any) -> Iterator[None]:
-        """With the bundle of `gated_bundle` loaded as "gated"."""
+    def gated(
+        self, questions: Sequence[Prompt], tasks: Sequence[str | None], *, by_classifiers: bool = False, **changes: Any
+    ) -> Iterator[None]:
+        """With the bundle of `gated_bundle` loaded as "gated", or that of `behind_classifiers`."""
         path = self.world.paths["first"].with_name("gated.safetensors")
-        self.bundles["gated"] = gated_bundle(self.world, questions, tasks, **changes)
+        bundle = gated_bundle(self.world, questions, tasks, **changes)
+        self.bundles["gated"] = behind_classifiers(bundle, self.world, questions, tasks) if by_classifiers else bundle
         write_bundle(self.bundles["gated"], path)
         self.memories["gated"] = self.offline.load_bundle(path)
         yield

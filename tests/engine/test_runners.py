@@ -156,22 +156,26 @@ def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: Memor
     served.check(prompts(1, seed=9), ["first"])
 
 
+@pytest.mark.parametrize("by_classifiers", [False, True])
 @pytest.mark.parametrize("weighting", ["prior", "uniform"])
-def test_gates(served: MemoryEngine, weighting: str) -> None:
+def test_gates(served: MemoryEngine, weighting: str, by_classifiers: bool) -> None:
     """More prompts than blocks, twice: the second time they are decided at once."""
     questions, tasks = prompts(6, seed=18), [("a", None, "b")[i % 3] for i in range(6)]
     activations = {"a": "generation", "b": "prompt"}
-    with served.gated(questions, tasks, form="decoupled", weighting=weighting, activations=activations):
+    changes: dict[str, Any] = {"form": "decoupled", "weighting": weighting, "activations": activations}
+    with served.gated(questions, tasks, by_classifiers=by_classifiers, **changes):
         for _ in range(2):
             answers = served.check(questions, ["gated"] * 6)
             assert [answer.decision and answer.decision.task for answer in answers] == tasks
 
 
-def test_memory_of_the_generation_joins_the_pass_that_decides(served: MemoryEngine) -> None:
+@pytest.mark.parametrize("by_classifiers", [False, True])
+def test_memory_of_the_generation_joins_the_pass_that_decides(served: MemoryEngine, by_classifiers: bool) -> None:
     """Even that of a prompt whose last token fills a block."""
     questions, tasks = prompts(6, seed=19), [("a", None, "b")[i % 3] for i in range(6)]
     questions[0] = _filling_a_block(served, questions[0])
-    with served.gated(questions, tasks, last_layer=2, **silent_below(served.world, 2, map_rank=3)):
+    changes: dict[str, Any] = silent_below(served.world, 2, map_rank=3)
+    with served.gated(questions, tasks, by_classifiers=by_classifiers, last_layer=2, **changes):
         answers = served.check(questions, ["gated"] * 6)
     for answer, task in zip(answers, tasks, strict=True):
         assert answer.decision is not None

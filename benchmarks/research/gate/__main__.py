@@ -34,7 +34,6 @@ from benchmarks.research.gate.asking import (
 from benchmarks.research.gate.table import as_json, print_gates, print_tables, rows_of
 from inducekv_vllm.errors import InduceKVError
 from selector.backbone.model import Backbone
-from selector.gate.settings import DEFAULT_MISSES
 from selector.runtime.files import replace_file
 from server.demo import CHECKPOINT
 
@@ -100,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, default=CHECKPOINT, help="(default: the demo's)")
     add("--data", type=Path, help="the suite's data, made there if they are not (default: in the cache)")
     add("--seed", nargs="+", type=int, default=[0, 1, 2], help="a gate is fitted for each (default: 0 1 2)")
-    add("--misses", type=float, default=DEFAULT_MISSES, help="of own questions, see `fit_gate` (default %(default)s)")
+    add("--misses", type=float, help="of own questions (default: that of `fit_gate`)")
     add("--bundle", type=Path, metavar="FILE", help="measure the gate of this bundle; none is fitted")
     add("--tests", type=int, metavar="N", help="test questions of each task and of the base, at most (default: all)")
     add("--threads", type=int, default=0, help="of torch (default: its own choice)")

@@ -19,7 +19,7 @@ from inducekv_vllm.bundle import Gate, read_bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.gate import Closed
 from selector.backbone.model import Backbone
-from selector.backbone.token_values import evidence_in, token_values
+from selector.backbone.token_values import evidence_of_prompts
 from selector.data.choice import choose_anchors
 from selector.data.examples import Example
 from selector.gate.encoding import encode_questions
@@ -53,15 +53,14 @@ def protocol_questions(suite: Suite, tests: int | None) -> Iterator[GateQuestion
 
 
 def ask(backbone: Backbone, gates: Sequence[Gate], questions: Iterable[GateQuestion]) -> list[list[Asked]]:
-    """What each gate decides on each question; all look at the same layers, so that values are computed once."""
+    """What each gate decides on each question."""
     decided: list[list[Asked]] = [[] for _ in gates]
-    (looked_at,) = {(gate.layers, gate.marks) for gate in gates}
     left = iter(questions)
     while part := list(itertools.islice(left, AT_ONCE)):
-        values = token_values(backbone, encode_questions(backbone, part, STYLES), *looked_at)  # n of [t, S, F]
+        encoded = encode_questions(backbone, part, STYLES)
         for gate, asked in zip(gates, decided, strict=True):
             rule = gate.rule
-            for question, evidence in zip(part, evidence_in(gate, values).numpy(), strict=True):
+            for question, evidence in zip(part, evidence_of_prompts(backbone, gate, encoded).numpy(), strict=True):
                 decision = rule.decide(evidence)
                 asked.append(Asked(question.kind, question.task, decision.task, decision.closed))
     return decided
@@ -87,11 +86,13 @@ def order_of(suite: Suite) -> Suite:
     return suite.ordered(order) if order else suite
 
 
-def fitted(backbone: Backbone, suite: Suite, seed: int, misses: float) -> MeasuredGate:
+def fitted(backbone: Backbone, suite: Suite, seed: int, misses: float | None) -> MeasuredGate:
     """The gate after the last task of the stream."""
     found = fit_gate(backbone, questions_at_the_end(suite, seed), suite.base.train, misses=misses, seed=seed)
     prices = {f"{price.misses:g}": price.opened for price in found.prices}
-    return MeasuredGate(found.gate, {"seed": seed, "misses": misses, "seconds": dict(found.seconds), "prices": prices})
+    return MeasuredGate(
+        found.gate, {"seed": seed, "misses": found.misses, "seconds": dict(found.seconds), "prices": prices}
+    )
 
 
 def questions_at_the_end(suite: Suite, seed: int) -> Mapping[str, Sequence[Example]]:

@@ -35,7 +35,7 @@ class Refined(SelectedMemory):
     learning_rate: float | None = None  # None: searched for each task, on its validation split
     form: Form = DEFAULTS.form
     weighting: GatedWeighting = DEFAULTS.weighting
-    gate_misses: float = DEFAULTS.gate_misses
+    gate_misses: float | None = DEFAULTS.gate_misses
     precision: Precision = "bfloat16"
     payload_tokens: int = DEFAULTS.payload_tokens
     anchors_per_task: int = 64

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
-from inducekv_vllm.backbone.turns import turn_marks
+from inducekv_vllm.backbone.turns import message, turn_marks
 from inducekv_vllm.gate import deciding_tokens, last_averaged
+from selector.backbone import token_values as token_values_module
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.loading import decoder
-from selector.backbone.model import Backbone
+from selector.backbone.model import Backbone, Inputs
 from selector.backbone.scoring import Scorer
-from selector.backbone.token_values import evidence_of, token_values
+from selector.backbone.token_values import asked_texts, evidence_of, token_values
 from selector.data.examples import Example
 from tests.bundles import decided_gate, random_gate
 from tests.gates import bundle_behind
+from tests.tiny_families import FAMILIES
 
 
 @pytest.mark.parametrize("layers", [(0,), (0, 2)])
@@ -38,6 +43,45 @@ def test_values_are_those_of_the_layers_at_the_deciding_tokens(
             if layer == layers[-1]:
                 expected = last_averaged(expected[:, None], len(text))[:, 0]
             torch.testing.assert_close(values[:, number], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 2)])
+def test_means_are_those_of_the_values_of_the_text(
+    backbone: Backbone, examples: list[Example], layers: tuple[int, ...]
+) -> None:
+    check_means(backbone, examples, layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_prompts_begin_with_is_computed_once(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selector.backbone.token_values.WORTH_IT", 1)
+    backbone, after = Backbone.load(FAMILIES[family](tmp_path)), list[int]()
+    values_after = token_values_module._values_after
+
+    def counted(model: Backbone, inputs: Inputs, *rest: Any) -> torch.Tensor:
+        after.append(len(inputs["input_ids"]))
+        return values_after(model, inputs, *rest)
+
+    monkeypatch.setattr(token_values_module, "_values_after", counted)
+    check_means(backbone, [], (0, 1))
+    assert sum(after) == 3  # one has a system prompt of its own
+
+
+def check_means(backbone: Backbone, examples: list[Example], layers: tuple[int, ...]) -> None:
+    marks, placeholders = turn_marks(backbone.processor), placeholder_ids(backbone.model.config)
+    asked = [message("user", text) for text in ("What is it?", "Who goes there, and why?", "Go", "What now?")]
+    turns = [[asked[0]], [asked[1]], [message("system", "Be brief."), asked[2]], [asked[3]]]
+    encoded = [backbone.encode(messages, []) for messages in turns]
+    encoded += [backbone.encode_example(example) for example in examples[:2]]
+    found = asked_texts(backbone, encoded, layers, marks)
+    modules = decoder(backbone.model).layers
+    assert [text.strip() for text in found.texts[:4]] == ["What is it?", "Who goes there, and why?", "Go", "What now?"]
+    for inputs, mean in zip(encoded, found.means, strict=True):
+        hidden = backbone.model(**inputs, output_hidden_states=True).hidden_states
+        text = deciding_tokens(inputs["input_ids"][0].tolist(), marks, placeholders).text
+        of_all = [modules[at].self_attn.v_proj(modules[at].input_layernorm(hidden[at]))[0, text] for at in layers]
+        assert mean is not None
+        torch.testing.assert_close(mean, torch.stack([each.mean(dim=0) for each in of_all]), rtol=1e-4, atol=1e-4)
 
 
 def test_evidence_does_not_depend_on_the_batch(llava: Backbone, examples: list[Example]) -> None:

@@ -16,9 +16,10 @@ from selector.backbone.token_values import evidence_of
 from selector.data.examples import read_task
 from selector.gate.background import read_background
 from selector.gate.fit import fit_gate
-from tests.bundles import random_bundle, random_gate
+from tests.bundles import classified_gate, random_bundle, random_gate
 from tests.gates import bundle_behind
-from tests.task_data import questions_about, write_task
+from tests.task_data import questions_about, record, write_task
+from tests.tiny_families import FAMILIES
 from tests.unit.selector.cli.bundle_command import command, refuse, written
 
 OF_THE_RULE = ("gate_weights", "gate_thresholds")
@@ -172,6 +173,59 @@ def test_what_is_refused_leaves_nothing(
     ):
         assert problem in refuse(*arguments)
     assert not files.new.exists()
+
+
+def test_near_misses_of_ones_own(tmp_path: Path) -> None:
+    """For a model of text, whose gate has classifiers; what is wrong with the gate is said."""
+    backbone = Backbone.load(FAMILIES["llama"](tmp_path / "model"))
+    paths = {
+        task: write_task(tmp_path / task, [_asks(task, row, f"{text} {row}") for row in range(12)])
+        for task, text in {"colours": "What colour is it?", "shades": "What colour is it, now?", "base": "So?"}.items()
+    }
+    examples = [example for task in ("colours", "shades") for example in read_task(paths[task])[:2]]
+    gate = classified_gate(backbone.fingerprint, ("colours", "shades"), layers=(0, 1))
+    bundle = bundle_behind(gate, backbone, examples, settings={"steps": 3})
+    old, new = written(bundle, tmp_path / "old.safetensors"), tmp_path / "new.safetensors"
+    near_misses, own = tmp_path / "not.txt", tmp_path / "own.txt"
+    near_misses.write_text("What colour is the sky?\nWhat shade is it?\n")
+    own.write_text("What is this?\nwhat colour  is it? 3\n")
+
+    def arguments(path: Path) -> list[object]:
+        asked = [part for task in ("colours", "shades") for part in ("--task", paths[task])]
+        options = ["--base", paths["base"], "--not", path, "--output", new]
+        return ["gate-fit", old, "--model", tmp_path / "model", *asked, *options]
+
+    problem = "near-miss 'what colour is it? 3' (--not) is a question of the task 'colours'"
+    assert problem in refuse(*arguments(own))
+    printed = command(*arguments(near_misses))
+    after = read_bundle(new)
+    settings = {"gate_misses": 0.05, "base_questions": 12, "background_requests": 0, "near_misses": 2}
+    assert_all_but_the_gate_is_kept(bundle, after, settings)
+    expected = fit_gate(
+        backbone,
+        {task: read_task(paths[task]) for task in ("colours", "shades")},
+        read_task(paths["base"]),
+        near_misses=read_background(near_misses),
+    )
+    assert after.gate is not None
+    for name, tensor in expected.gate.stored().tensors().items():
+        assert torch.equal(after.tensors()[name], tensor), name
+    assert "given near-miss" in printed
+    warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
+    assert [f"warning: {warning}; docs/gate.md" for warning in expected.warnings] == warnings
+
+    log = log_of(after.gate, evidence_of(backbone, after.gate, read_task(paths["base"])).tolist(), tmp_path / "log")
+    old = new
+    new = tmp_path / "again.safetensors"
+    command(*arguments(near_misses), "--from-log", log)
+    again = read_bundle(new)
+    assert again.gate is not None
+    assert again.metadata.settings["traffic_requests"] == 12
+    assert again.gate.token_digest == after.gate.token_digest
+
+
+def _asks(task: str, row: int, text: str) -> dict[str, Any]:
+    return record(row, id=f"{task}{row}", task=task, messages=[{"role": "user", "content": text}])
 
 
 def _of(task: str, text: str) -> list[dict[str, Any]]:

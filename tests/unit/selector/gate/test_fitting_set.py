@@ -13,7 +13,7 @@ from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.examples import Example, read_task
 from selector.gate.background import everyday_requests, read_background
 from selector.gate.fit import check_questions
-from selector.gate.fitting_set import REWORDED, GateQuestion, fitting_set
+from selector.gate.fitting_set import FOLDS, GIVEN, REWORDED, GateQuestion, fitting_set
 from selector.gate.variations import text_of
 from selector.gate.wording import wordings
 from tests.task_data import questions_about, write_task
@@ -51,7 +51,7 @@ def test_every_process_draws_the_same() -> None:
 
 
 def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> None:
-    questions = fitting_set({"guild": guild()}, base(), background=asked("x", ["Hi!"]), pictures=False, seed=0)
+    questions = fitting_set({"guild": guild()}, base(), background=asked("x", ["Hi!"]), pictures=True, seed=0)
     own = Counter(q.kind for q in questions if q.task == "guild")
     assert own["plain"] == own["wrapped"] == 10  # see `tests.gates`
     assert own["other"] == 20
@@ -68,12 +68,30 @@ def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> No
 
 
 def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
-    few = fitting_set({"guild": guild()[:4]}, base(), pictures=False, seed=0)
+    few = fitting_set({"guild": guild()[:4]}, base(), pictures=True, seed=0)
     own = Counter(q.kind for q in few if q.task == "guild")
     assert (own["plain"], own["wrapped"], own["other"]) == (10, 10, 20)
     assert {text_of(q.messages) for q in few if (q.task, q.kind) == ("guild", "plain")} == {
         text_of(example.messages) for example in guild()[:4]
     }
+
+
+@pytest.mark.parametrize("examples", [4, 20])
+def test_a_model_of_text_is_asked_everything_as_it_stands(examples: int) -> None:
+    given, requests = asked("x", ["Which guild is the oldest?", "What is a guild?"]), asked("y", ["Hi!"])
+    own = {"guild": guild()[:examples]}
+    questions = fitting_set(own, base(), background=requests, near_misses=given, pictures=False, seed=0)
+    assert [text_of(q.messages) for q in questions if q.task] == [text_of(e.messages) for e in own["guild"]]
+    assert [q.fold for q in questions if q.task] == [number % FOLDS for number in range(examples)]
+    assert Counter(q.kind for q in questions if q.task is None) == {
+        "plain": 10,  # see `tests.gates`
+        "background": 1,
+        "everyday": 40,
+        "noise": 10,
+        GIVEN: 2,
+    }
+    known = {request.text for request in everyday_requests()}
+    assert {text_of(q.messages) for q in questions if q.kind == "everyday"} <= known
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -106,6 +124,15 @@ def test_what_no_gate_can_tell_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=problem):
             check_questions(own, background)
+    same = asked("same", ["What is it?"] * 8)
+    with pytest.raises(ConfigError, match="the task 'same' has one question 8 times"):
+        check_questions({"guild": guild(), "same": same})
+    shouted = asked("x", [text_of(guild()[0].messages).upper()])
+    check_questions({"guild": guild()}, shouted, near_misses=base())
+    with pytest.raises(
+        ConfigError, match=r"near-miss 'WHICH GUILD OWNS .* \(--not\) is a question of the task 'guild'"
+    ):
+        check_questions({"guild": guild()}, near_misses=shouted)
 
 
 def test_background_requests(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""The table of `gate_public.json` in Markdown, as docs/gate.md has it.
+
+python -m benchmarks.research.gate.public_table [FILE.json]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.research.gate.public import GATE, RESULTS, means
+from benchmarks.research.gate.public_sets import KINDS, SETS
+
+HEAD: Final = ("routed", *KINDS, "AUROC")
+Cells = Sequence[Mapping[str, Any]]
+
+
+def table(cells: Cells) -> Iterator[str]:
+    """Of bundles of three tasks with 128 examples: each set by the gate, then means over sets by method."""
+    shown = [cell for cell in cells if (cell["tasks"], cell["examples"]) == (3, 128) and not cell["near_misses"]]
+    yield f"| of three tasks with 128 examples | {' | '.join(HEAD)} |"
+    yield "|---" * (len(HEAD) + 1) + "|"
+    for name in SETS:
+        of_set = [cell for cell in shown if cell["set"] == name and GATE in cell["methods"]]
+        if of_set:
+            yield _row(name, means(of_set, GATE), "opened")
+    yield _row("**mean**", means(shown, GATE), "opened")
+    methods = dict.fromkeys(method for cell in shown for method in cell["methods"])
+    measured_on = {method: tuple(cell["set"] for cell in shown if method in cell["methods"]) for method in methods}
+    for sets in dict.fromkeys(measured_on.values()):  # some may not be measured on all sets yet
+        of_sets = [cell for cell in shown if cell["set"] in sets]
+        for method in (GATE, *(each for each in methods if each != GATE and measured_on[each] == sets)):
+            yield _row(
+                f"at 95% recall, {', '.join(dict.fromkeys(sets))}: {method}", means(of_sets, method), "opened_at_95"
+            )
+
+
+def others(cells: Cells) -> Iterator[str]:
+    """The gate on bundles of other sizes: means over sets."""
+    sizes = dict.fromkeys((cell["tasks"], cell["examples"], cell["near_misses"]) for cell in cells)
+    yield f"| tasks, examples, `--not` | {' | '.join(HEAD)} |"
+    yield "|---" * (len(HEAD) + 1) + "|"
+    for size in sorted(sizes):
+        of_size = [cell for cell in cells if (cell["tasks"], cell["examples"], cell["near_misses"]) == size]
+        sets = ", ".join(dict.fromkeys(cell["set"] for cell in of_size))
+        yield _row(f"{size[0]}, {size[1]}, {size[2]} ({sets})", means(of_size, GATE), "opened")
+
+
+def _row(name: str, numbers: Mapping[str, float], measure: str) -> str:
+    routed = numbers["routed"] if measure == "opened" else None
+    shares = [routed, *(numbers.get(f"{measure} {kind}") for kind in KINDS), numbers["auroc"]]
+    return f"| {name} | {' | '.join('' if share is None else f'{share:.3f}' for share in shares)} |"
+
+
+def main() -> int:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    print("\n".join([*table(cells), "", *others(cells)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

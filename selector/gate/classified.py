@@ -1,0 +1,198 @@
+"""A gate of two classifiers: its rule, its threshold, what other thresholds would cost, and whether it is of use.
+
+Shapes: C tasks, n questions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot, pad
+
+from inducekv_vllm.bundle import Gate
+from inducekv_vllm.gate import RANGE, TurnMarks
+
+from .classifiers import WORDS_SHARE, Classifiers, Seen, left_out_odds, train_classifiers
+from .fitting_set import GateQuestion
+from .training import MISSES, Price, near_of, price_of
+
+SHARES: Final = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the words, that a refit chooses from
+LEAST_COUNT, MOST_COUNT = 64, 256  # questions that a task counts as
+SEEN_RIGHT: Final = 0.8  # of a task's questions that were left out go to it, or the gate is said to be of no use
+OTHERS: Final = 0.05  # of everyday requests open it, at most
+MIXED_UP: Final = 0.2  # of a task's questions are taken for another's, at most
+
+
+def classified_gate(
+    seen: Seen,
+    questions: Sequence[GateQuestion],
+    labels: Tensor,
+    tasks: tuple[str, ...],
+    layers: tuple[int, ...],
+    marks: TurnMarks,
+    misses: float,
+) -> tuple[Gate, tuple[Price, ...], tuple[str, ...]]:
+    """The gate, its prices, and what is wrong with it.
+
+    Args:
+        labels: [n] int64, the task's number; C for none.
+        misses: share of the tasks' questions, as they stand, that the gate may miss of those that it was not fitted to.
+    """
+    C, counts = len(tasks), counts_of(questions)
+    trained = train_classifiers(seen, labels, counts, C)
+    left_out = mixed(left_out_odds(seen, labels, counts, folds_of(questions), C))  # [n, C]
+    kinds = [question.kind for question in questions]
+    chosen = threshold(left_out, as_they_stand(labels, kinds, C), misses)
+    margins = left_out - chosen  # [n, C]
+    gate = gate_of(trained, chosen, near_of(margins, labels), tasks, layers, marks)
+    return gate, _prices(left_out, labels, kinds, misses), _problems(margins, labels, kinds, tasks)
+
+
+def refitted(
+    gate: Gate, seen: Seen, questions: Sequence[GateQuestion], labels: Tensor, traffic: Tensor, misses: float
+) -> tuple[Gate, tuple[Price, ...], tuple[str, ...]]:
+    """As `classified_gate`, for classifiers that stay: how much each counts is chosen again, and the threshold.
+
+    Args:
+        traffic: the evidence [m, H] of requests that need no memory, which the classifiers have not seen.
+    """
+    C, K, counts = len(gate.tasks), gate.classified, counts_of(questions)
+    odds = left_out_odds(seen, labels, counts, folds_of(questions), C)  # [n, 2, C]
+    # Its classifiers may know tasks that the gate has no more.
+    rows = gate.weights[:, :K].argmax(dim=1)  # [C]
+    of_traffic = 2 * RANGE * (traffic.view(len(traffic), 2, K)[:, :, rows] - 0.5)  # [m, 2, C]
+    odds, none = torch.cat([odds, of_traffic]), torch.full((len(traffic),), C)
+    labels, counts = torch.cat([labels, none]), torch.cat([counts, torch.ones(len(traffic))])
+    kinds = [question.kind for question in questions] + ["traffic"] * len(traffic)
+    share = fitted_share(odds, labels, counts)
+    found = (1 - share) * odds[:, 0] + share * odds[:, 1]  # [n + m, C]
+    chosen = threshold(found, as_they_stand(labels, kinds, C), misses)
+    margins = found - chosen
+    by_task = one_hot(rows, K)  # [C, K]
+    after = replace(
+        gate,
+        weights=2 * RANGE * torch.cat([(1 - share) * by_task, share * by_task], dim=1),
+        thresholds=torch.full((C,), RANGE + float(chosen)),
+        near=near_of(margins, labels),
+    )
+    return after, _prices(found, labels, kinds, misses), _problems(margins, labels, kinds, gate.tasks)
+
+
+def fitted_share(odds: Tensor, labels: Tensor, counts: Tensor) -> float:
+    """Of the words in log-odds [n, 2, C]: what tells best, of a few."""
+
+    def loss(share: float) -> float:
+        of_both = (1 - share) * odds[:, 0] + share * odds[:, 1]
+        return float((counts * cross_entropy(pad(of_both, (0, 1)), labels, reduction="none")).sum())
+
+    return min(SHARES, key=loss)
+
+
+def folds_of(questions: Sequence[GateQuestion]) -> Tensor:
+    """[n]"""
+    return torch.tensor([question.fold for question in questions])
+
+
+def _prices(odds: Tensor, labels: Tensor, kinds: Sequence[str], misses: float) -> tuple[Price, ...]:
+    """Of log-odds [n, C] by classifiers that have not seen the question."""
+    C, every = odds.shape[1], torch.ones(len(labels), dtype=torch.bool)
+
+    def price(allowed: float) -> Price:
+        reached = threshold(odds, as_they_stand(labels, kinds, C), allowed)
+        return price_of(odds, labels, every, kinds, torch.full((C,), RANGE), reached, allowed)
+
+    return tuple(price(allowed) for allowed in sorted({*MISSES, misses}))
+
+
+def mixed(odds: Tensor) -> Tensor:
+    """Log-odds [n, C] of both classifiers, from those of means and of words [n, 2, C]."""
+    return (1 - WORDS_SHARE) * odds[:, 0] + WORDS_SHARE * odds[:, 1]
+
+
+def as_they_stand(labels: Tensor, kinds: Sequence[str], num_tasks: int) -> Tensor:
+    """[n]: the labels of the tasks' questions that are not varied; -1 for every other."""
+    plain = torch.tensor([kind == "plain" for kind in kinds])
+    return labels.where(plain & (labels < num_tasks), -1)
+
+
+def threshold(odds: Tensor, own: Tensor, misses: float) -> Tensor:
+    """[]: what all but a share of the tasks' questions reach, in log-odds [n, C] that they were left out for.
+
+    The conformal quantile: a new question of the same kind stays below it with that chance, however they are
+    distributed.
+
+    Args:
+        own: [n] int64, the task's number; -1 for a question that does not count.
+    """
+    counted = own >= 0
+    reached = odds[counted].gather(1, own[counted, None])[:, 0].sort().values
+    place = max(int(misses * (len(reached) + 1)) - 1, 0)
+    return reached[place].clamp(-RANGE + 1, RANGE - 1)
+
+
+def gate_of(
+    trained: Classifiers,
+    chosen: Tensor,
+    near: tuple[float, ...],
+    tasks: tuple[str, ...],
+    layers: tuple[int, ...],
+    marks: TurnMarks,
+) -> Gate:
+    """As a bundle stores it. Evidence is log-odds from 0 to 1, and its weights make log-odds of it again."""
+    C, features = len(tasks), trained.center.shape[1]
+    identity = 2 * RANGE * torch.eye(C)
+    return Gate(
+        layers=layers,
+        marks=marks,
+        center=trained.center,
+        scale=trained.scale,
+        prototypes=torch.zeros(len(layers), 0, features, dtype=torch.float16),
+        floors=torch.zeros(len(layers), 0),
+        weights=torch.cat([(1 - WORDS_SHARE) * identity, WORDS_SHARE * identity], dim=1),
+        thresholds=torch.full((C,), RANGE + float(chosen)),
+        tasks=tasks,
+        near=near,
+        directions=trained.directions,
+        rarity=trained.rarity,
+        words=trained.words.half(),
+        offsets=torch.stack([trained.mean_offsets, trained.word_offsets]),
+    )
+
+
+def counts_of(questions: Sequence[GateQuestion]) -> Tensor:
+    """[n]: as how many each counts. What is of no task counts once; a task counts as its questions, within limits."""
+    asked = Counter(question.task for question in questions)
+    return torch.tensor(
+        [
+            1.0
+            if question.task is None
+            else min(max(asked[question.task], LEAST_COUNT), MOST_COUNT) / asked[question.task]
+            for question in questions
+        ]
+    )
+
+
+def _problems(margins: Tensor, labels: Tensor, kinds: Sequence[str], tasks: Sequence[str]) -> tuple[str, ...]:
+    """What the questions show that were left out, as they stand."""
+    plain = torch.tensor([kind == "plain" for kind in kinds])
+    best, is_open = margins.argmax(dim=1), margins.amax(dim=1) >= 0
+    problems = []
+    for number, task in enumerate(tasks):
+        own = plain & (labels == number)
+        routed = float((is_open & (best == number))[own].float().mean())
+        if routed < SEEN_RIGHT:
+            problems.append(f"the gate sends {routed:.0%} of the questions of {task!r} to it that it has not seen")
+        for other, name in enumerate(tasks):
+            taken = float((best == other)[own].float().mean())
+            if other != number and taken > MIXED_UP:
+                problems.append(f"the tasks {task!r} and {name!r} are too near: {taken:.0%} are taken for the other's")
+    everyday = torch.tensor([kind == "everyday" for kind in kinds])
+    opened = float(is_open[everyday].float().mean()) if everyday.any() else 0.0
+    if opened > OTHERS:
+        problems.append(f"{opened:.0%} of everyday requests open the gate: it needs more questions, or --gate-misses")
+    return tuple(problems)

@@ -1,0 +1,144 @@
+"""Gates of two classifiers, on made-up texts whose means tell what their words do not, and the other way round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import Gate
+from inducekv_vllm.gate import RANGE, TurnMarks
+from selector.gate.classified import classified_gate, refitted, threshold
+from selector.gate.classifiers import Seen, left_out_odds, odds_of, train_classifiers
+from selector.gate.fitting_set import FOLDS, GateQuestion
+
+S, F, EACH = 2, 6, 60
+TASKS = ("a", "b")
+NO_MARKS = TurnMarks((), None)
+WORDS = ("apple", "bread"), ("chair", "door"), ("river", "song", "stone", "lamp", "cloud", "paper")
+
+
+def made(seed: int = 0, each: int = EACH) -> tuple[Seen, list[GateQuestion], Tensor]:
+    """Questions of two tasks and of none: words and means of their own, with some of none's mixed in."""
+    generator = torch.Generator().manual_seed(seed)
+    texts, means, questions, labels = [], [], [], []
+    for label, own in enumerate(WORDS):
+        for number in range(each * (3 if label == 2 else 1)):
+            picks = torch.randint(len(WORDS[2]), (4,), generator=generator).tolist()
+            texts.append(" ".join([own[number % len(own)], *(WORDS[2][pick] for pick in picks)]))
+            mean = torch.randn(S, F, generator=generator) + 1.0
+            mean[:, label] += 4.0 if label < 2 else 0.0
+            means.append(mean)
+            task, kind = (TASKS[label], "plain") if label < 2 else (None, "everyday")
+            part = "held_out" if number % FOLDS == FOLDS - 1 else "fit"
+            questions.append(GateQuestion([], (), task, kind, part, fold=number % FOLDS))
+            labels.append(label)
+    return Seen(torch.stack(means), texts), questions, torch.tensor(labels)
+
+
+def evidence(gate: Gate, seen: Seen) -> Tensor:
+    """[n, H]"""
+    means, words = gate.mean_scores, gate.word_scores
+    assert means is not None
+    assert words is not None
+    rows = [
+        torch.cat([means.evidence(mean), torch.from_numpy(words.evidence(text))])
+        for mean, text in zip(seen.means, seen.texts, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def margins(gate: Gate, seen: Seen) -> Tensor:
+    """[n, C]"""
+    rule = gate.rule
+    return torch.stack([torch.from_numpy(rule.decide(found).margins) for found in evidence(gate, seen).numpy()])
+
+
+@pytest.fixture(scope="module")
+def gate() -> Gate:
+    seen, questions, labels = made()
+    return classified_gate(seen, questions, labels, TASKS, (0, 3), NO_MARKS, 0.05)[0].stored()
+
+
+def test_new_questions_are_routed_and_others_stay_out(gate: Gate) -> None:
+    seen, _, labels = made(seed=1)
+    found = [gate.rule.decide(each) for each in evidence(gate, seen).numpy()]
+    own = [decision.task == TASKS[label] for decision, label in zip(found, labels.tolist(), strict=True) if label < 2]
+    others = [decision.task is not None for decision, label in zip(found, labels.tolist(), strict=True) if label == 2]
+    assert sum(own) / len(own) >= 0.9
+    assert sum(others) / len(others) <= 0.05
+    assert {decision.closed for decision in found if decision.task is None} == {"outside", "below_threshold"}
+
+
+def test_margins_are_the_mean_of_both_log_odds_less_the_threshold() -> None:
+    seen, questions, labels = made()
+    gate = classified_gate(seen, questions, labels, TASKS, (0, 3), NO_MARKS, 0.05)[0]
+    counts = torch.where(labels < 2, 64 / EACH, 1.0)
+    odds = odds_of(train_classifiers(seen, labels, counts, 2), seen).clamp(-RANGE, RANGE)  # [n, 2, C]
+    left_out = left_out_odds(seen, labels, counts, torch.tensor([q.fold for q in questions]), 2)
+    chosen = threshold(0.4 * left_out[:, 0] + 0.6 * left_out[:, 1], labels.where(labels < 2, -1), 0.05)
+    expected = 0.4 * odds[:, 0] + 0.6 * odds[:, 1] - chosen
+    torch.testing.assert_close(margins(gate, seen), expected.double(), rtol=0, atol=0.02)  # words are stored in float16
+
+
+def test_a_fold_is_not_seen_by_those_who_judge_it() -> None:
+    seen, _, labels = made()
+    folds, counts = torch.arange(len(labels)) % FOLDS, torch.ones(len(labels))
+    found = left_out_odds(seen, labels, counts, folds, 2)
+    other = labels.clone()
+    other[folds == 2] = 2 - other[folds == 2]  # what the left-out ones are said to be changes the others' alone
+    again = left_out_odds(seen, other, counts, folds, 2)
+    assert torch.equal(found[folds == 2], again[folds == 2])
+    assert not torch.equal(found[folds != 2], again[folds != 2])
+
+
+@pytest.mark.parametrize("misses", [0.0, 0.05, 0.2])
+def test_a_share_of_new_questions_is_missed(misses: float) -> None:
+    """Over many draws of questions to set a threshold on, and new ones."""
+    generator = torch.Generator().manual_seed(0)
+    missed = []
+    for _ in range(3000):
+        drawn = torch.randn(60, 1, generator=generator)
+        reached = threshold(drawn[:59], torch.zeros(59, dtype=torch.int64), misses)
+        missed.append(float(drawn[59, 0] < reached))
+    assert sum(missed) / len(missed) == pytest.approx(max(misses, 1 / 60), abs=0.015)
+
+
+def test_what_is_wrong_is_said() -> None:
+    seen, questions, labels = made()
+    problems = classified_gate(seen, questions, labels, TASKS, (0, 3), NO_MARKS, 0.05)[2]
+    assert problems == ()
+    drawn = torch.randint(2, (2 * EACH,), generator=torch.Generator().manual_seed(0))
+    mixed_up = torch.cat([drawn, labels[2 * EACH :]])  # nothing tells one task from the other
+    tasks = [TASKS[label] if label < 2 else None for label in mixed_up.tolist()]
+    asked = [replace(question, task=task) for question, task in zip(questions, tasks, strict=True)]
+    problems = classified_gate(seen, asked, mixed_up, TASKS, (0, 3), NO_MARKS, 0.05)[2]
+    assert any("the tasks 'a' and 'b' are too near" in problem for problem in problems)
+
+
+def test_traffic_that_opens_the_gate_is_kept_out_by_another_rule(gate: Gate) -> None:
+    seen, questions, labels = made()
+    traffic = evidence(gate, made(seed=3)[0])[-EACH:]
+    after, prices, _ = refitted(gate, seen, questions, labels, traffic, 0.05)
+    for name in ("center", "scale", "directions", "words", "rarity", "offsets"):
+        assert getattr(after, name) is getattr(gate, name)
+    assert after.token_digest == gate.token_digest
+    assert after.weights.shape == gate.weights.shape
+    assert "traffic" in prices[0].opened
+    new = made(seed=4)
+    routed = margins(after.stored(), new[0])[: 2 * EACH].argmax(dim=1)
+    assert float((routed == new[2][: 2 * EACH]).float().mean()) >= 0.95
+
+
+def test_a_gate_of_fewer_tasks_goes_on_with_its_classifiers(gate: Gate) -> None:
+    seen = made(seed=5)[0]
+    alone = gate.take({"b"})
+    torch.testing.assert_close(margins(alone, seen)[:, 0], margins(gate, seen)[:, 1], rtol=0, atol=1e-5)
+    again, questions, labels = made()
+    kept = [row for row, question in enumerate(questions) if question.task != "a"]
+    rest = Seen(again.means[kept], [again.texts[row] for row in kept])
+    traffic = evidence(alone, seen)[-EACH:]
+    after = refitted(alone, rest, [questions[row] for row in kept], (labels[kept] - 1), traffic, 0.05)[0]
+    assert float((margins(after, seen)[EACH : 2 * EACH] >= 0).float().mean()) >= 0.8
