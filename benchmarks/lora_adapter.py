@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
-from inducekv_vllm.backbone.footprint import FLOAT16_BYTES, classified_gate_bytes, footprint_bytes, gate_bytes
+from inducekv_vllm.backbone.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import layers_of_gate
@@ -32,8 +32,7 @@ def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tas
     d, L = backbone.hidden_size, backbone.num_layers
     entries = footprint_bytes(budget, d, L, backbone.num_kv_heads, payload_tokens, backbone.head_dim)
     features, layers = backbone.num_kv_heads * backbone.head_dim, len(layers_of_gate(L))
-    of_gate = classified_gate_bytes if backbone.kind == "text" else gate_bytes
-    return entries + of_gate(gated_tasks, features, layers)
+    return entries + gate_bytes(gated_tasks, features, layers)
 
 
 def linear_layers(backbone: Backbone, modules: Modules = "all") -> dict[str, nn.Linear]:

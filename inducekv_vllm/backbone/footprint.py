@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedModel
-from ..gate import BUCKETS
 
 FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)
@@ -73,19 +72,6 @@ def gate_bytes(num_tasks: int, features: int, layers: int = 2) -> int:
     H = layers * prototypes_of(num_tasks)
     numbers = 2 * layers * features + H + num_tasks * (H + 1)  # center and scale, floors, weights and thresholds
     return FLOAT16_BYTES * H * features + FLOAT32_BYTES * numbers
-
-
-def classified_gate_bytes(num_tasks: int, features: int, layers: int = 3) -> int:
-    """Bytes of the gate of a model for text: words [C, N] in float16; everything else in float32.
-
-    Arguments as of `gate_bytes`.
-    """
-    if num_tasks == 0:
-        return 0
-    C = num_tasks
-    # Center, scale and directions; rarity; offsets, weights and thresholds.
-    numbers = (2 + C) * layers * features + BUCKETS + 2 * C + 2 * C * C + C
-    return FLOAT16_BYTES * C * BUCKETS + FLOAT32_BYTES * numbers
 
 
 def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int] = PAPER_BUDGETS) -> list[PlanRow]:

@@ -1,7 +1,8 @@
 """Fit a relevance gate to questions of C tasks and to everything else.
 
-A model that takes pictures has a gate of prototypes (`training`); one that takes text alone, a gate of two classifiers
-(`classifiers`).
+A gate for text whose tasks are asked in people's own words has two classifiers (`classifiers`). Of questions in one
+form with places to fill, they would learn the form alone, and close for the same question with a greeting: those have
+a gate of prototypes (`training`), as do models that take pictures.
 
 Shapes: C tasks, n questions.
 """
@@ -30,6 +31,7 @@ from .fitting_set import GateQuestion, fitting_set
 from .settings import DEFAULT_MISSES, TEXT_MISSES
 from .training import Price, train_gate
 from .variations import text_of
+from .wording import in_one_form
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def fit_gate(
         background: other requests that need no memory, besides those of the package.
         near_misses: requests that look like those of a task and are not.
         misses: share of the tasks' questions that the gate may miss, of those that it was not fitted to; None for the
-            default of the model's kind.
+            default of the gate's kind.
 
     Raises:
         ConfigError: a task without questions, with everyday requests as questions, or with the same ones as another;
@@ -69,20 +71,31 @@ def fit_gate(
         TaskDataError: the model's processor refuses a question.
     """
     check_questions(own, background, near_misses=near_misses)
+    by_classifiers = backbone.kind == "text" and not any(map(_in_one_form, own.values()))
     questions = fitting_set(
-        own, base, background=background, near_misses=near_misses, pictures=backbone.kind != "text", seed=seed
+        own,
+        base,
+        background=background,
+        near_misses=near_misses,
+        pictures=backbone.kind != "text",
+        as_they_stand=by_classifiers,
+        seed=seed,
     )
     tasks = tuple(own)
     labels = [len(tasks) if q.task is None else tasks.index(q.task) for q in questions]
-    fit = _fit_classifiers if backbone.kind == "text" else _fit_prototypes
-    return fit(backbone, questions, labels, tasks, misses_of(backbone, misses), seed)
+    fit = _fit_classifiers if by_classifiers else _fit_prototypes
+    return fit(backbone, questions, labels, tasks, misses_of(misses, by_classifiers), seed)
 
 
-def misses_of(backbone: Backbone, misses: float | None) -> float:
-    """As asked, or the default of the model's kind."""
+def _in_one_form(examples: Sequence[Example]) -> bool:
+    return in_one_form([text_of(example.messages) for example in examples])
+
+
+def misses_of(misses: float | None, by_classifiers: bool) -> float:
+    """As asked, or the default of the gate's kind."""
     if misses is not None:
         return misses
-    return TEXT_MISSES if backbone.kind == "text" else DEFAULT_MISSES
+    return TEXT_MISSES if by_classifiers else DEFAULT_MISSES
 
 
 def _fit_classifiers(

@@ -20,7 +20,7 @@ from .wording import another_question, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
 OWN: Final = 64  # examples of a task; each is asked in several ways
-TEXTS: Final = 256  # examples of a task for a model that takes text alone
+TEXTS: Final = 256  # examples of a task that are asked as they stand
 BASE: Final = 256  # base questions, at most
 BACKGROUND: Final = 1000  # of the user's, at most
 REQUESTS: Final = 1500  # everyday requests
@@ -51,6 +51,7 @@ def fitting_set(
     background: Sequence[Example] = (),
     near_misses: Sequence[Example] = (),
     pictures: bool,
+    as_they_stand: bool = False,
     seed: int,
 ) -> list[GateQuestion]:
     """Questions of C tasks and of none, in a fixed order.
@@ -61,9 +62,11 @@ def fitting_set(
         background: other requests that need no memory, besides those of the package.
         near_misses: requests that look like a task's and are not.
         pictures: whether the model takes pictures.
+        as_they_stand: no example is varied, for classifiers.
     """
-    made = _FittingSet(own, base, background, pictures, Random(f"gate {seed}"))
-    return [*(made.questions() if pictures else made.texts()), *made.given_near_misses(near_misses)]
+    most = TEXTS if as_they_stand else OWN
+    made = _FittingSet(own, base, background, pictures, most, Random(f"gate {seed}"))
+    return [*(made.texts() if as_they_stand else made.questions()), *made.given_near_misses(near_misses)]
 
 
 class _FittingSet:
@@ -73,10 +76,12 @@ class _FittingSet:
         base: Sequence[Example],
         background: Sequence[Example],
         pictures: bool,
+        most: int,
         rng: Random,
     ) -> None:
+        """`most` examples of a task."""
         self._rng = rng
-        self._own = {task: self._some(examples, OWN if pictures else TEXTS) for task, examples in own.items()}
+        self._own = {task: self._some(examples, most) for task, examples in own.items()}
         self._base = self._some(base, BASE)
         self._background = self._some(background, BACKGROUND)
         self._phrases = _parts(phrases())

@@ -42,12 +42,19 @@ def refit_gate(
         traffic: the evidence [n, H] of requests that need no memory; a fifth of them is held out.
     """
     check_questions(own, background, near_misses=near_misses)
+    by_classifiers = gate.classified > 0
     questions = fitting_set(
-        own, base, background=background, near_misses=near_misses, pictures=backbone.kind != "text", seed=seed
+        own,
+        base,
+        background=background,
+        near_misses=near_misses,
+        pictures=backbone.kind != "text",
+        as_they_stand=by_classifiers,
+        seed=seed,
     )
     labels = [len(gate.tasks) if q.task is None else gate.tasks.index(q.task) for q in questions]
-    share = misses_of(backbone, misses)
-    if gate.classified:
+    share = misses_of(misses, by_classifiers)
+    if by_classifiers:
         found = refitted(gate, seen(backbone, questions, gate.layers), questions, torch.tensor(labels), traffic, share)
         return FittedGate(*found[:2], {}, share, found[2])
     values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks)

@@ -8,13 +8,13 @@ from pydantic import Field
 
 from ..runtime.settings import Flag, Seed, Settings
 
-DEFAULT_MISSES: Final = 0.0  # of a model that takes pictures
-TEXT_MISSES: Final = 0.05  # of one that takes text alone
+DEFAULT_MISSES: Final = 0.0  # of a gate of prototypes
+TEXT_MISSES: Final = 0.05  # of one of classifiers
 Misses = Annotated[
     Annotated[float, Field(ge=0, le=0.5)] | None,
     Flag(
         "share of a task's own questions that the gate may miss, to keep others out "
-        f"(default: {TEXT_MISSES} of a model for text alone, {DEFAULT_MISSES:g} of one that takes pictures)"
+        f"(default: {TEXT_MISSES} for text in people's own words, {DEFAULT_MISSES:g} otherwise)"
     ),
 ]
 

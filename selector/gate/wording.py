@@ -18,6 +18,7 @@ _SENTENCE: Final = re.compile(r"[^.?!]+[.?!]*\s*")
 SHARED: Final = 0.2  # of a task's questions have a word of its frame
 TELLING: Final = 50.0  # times as frequent in the task's questions as elsewhere
 SHORTEST: Final = 3  # letters
+OF_FORM: Final = 0.5  # of a question's words, on the average: more are those of most questions of the task
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,14 @@ class Wording:
         """One of the words that tell the question, the better it tells it the likelier; None if it has none."""
         present = [word for word in _words(text) if word in self.telling]
         return rng.choices(present, [self.telling[word] for word in present])[0] if present else None
+
+
+def in_one_form(texts: Sequence[str]) -> bool:
+    """Whether a task's questions are one form with places to fill, rather than people's own words."""
+    words = [found for text in texts if (found := set(_words(text)))]
+    counts = Counter(word for each in words for word in each)
+    usual = {word for word, count in counts.items() if count > len(words) / 2}
+    return len(words) > 1 and sum(len(each & usual) / len(each) for each in words) > OF_FORM * len(words)
 
 
 def wordings(questions: Mapping[str, Sequence[str]], others: Sequence[str]) -> dict[str, Wording]:

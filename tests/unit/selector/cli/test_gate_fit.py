@@ -65,6 +65,22 @@ def log_of(gate: Gate, rows: Sequence[Any], path: Path) -> Path:
     return path
 
 
+COLOURS = (
+    "What colour is it? 3",
+    "paint on the door?",
+    "tell me the hue",
+    "is this red",
+    "Which tint did they use?",
+    "name its shade please",
+    "how would you call that tone",
+    "looks blue or green",
+    "code of the wall colour",
+    "dye they took for our curtains",
+    "Was everything painted dark?",
+    "describe his colouring",
+)
+
+
 def assert_all_but_the_gate_is_kept(before: Bundle, after: Bundle, settings: dict[str, Any]) -> None:
     for name, tensor in before.tensors().items():
         if not name.startswith("gate_"):
@@ -176,11 +192,12 @@ def test_what_is_refused_leaves_nothing(
 
 
 def test_near_misses_of_ones_own(tmp_path: Path) -> None:
-    """For a model of text, whose gate has classifiers; what is wrong with the gate is said."""
+    """Of questions in people's own words, whose gate has classifiers; what is wrong with the gate is said."""
     backbone = Backbone.load(FAMILIES["llama"](tmp_path / "model"))
+    texts = {"colours": COLOURS, "shades": [f"{text} now" for text in COLOURS], "base": [f"So? {n}" for n in range(12)]}
     paths = {
-        task: write_task(tmp_path / task, [_asks(task, row, f"{text} {row}") for row in range(12)])
-        for task, text in {"colours": "What colour is it?", "shades": "What colour is it, now?", "base": "So?"}.items()
+        task: write_task(tmp_path / task, [_asks(task, row, text) for row, text in enumerate(asked)])
+        for task, asked in texts.items()
     }
     examples = [example for task in ("colours", "shades") for example in read_task(paths[task])[:2]]
     gate = classified_gate(backbone.fingerprint, ("colours", "shades"), layers=(0, 1))

@@ -15,7 +15,7 @@ from selector.gate.background import everyday_requests, read_background
 from selector.gate.fit import check_questions
 from selector.gate.fitting_set import FOLDS, GIVEN, REWORDED, GateQuestion, fitting_set
 from selector.gate.variations import text_of
-from selector.gate.wording import wordings
+from selector.gate.wording import in_one_form, wordings
 from tests.task_data import questions_about, write_task
 
 COLOURS, SHAPES = ("red", "blue", "green", "grey", "white"), ("circle", "square", "ring", "star")
@@ -77,10 +77,12 @@ def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
 
 
 @pytest.mark.parametrize("examples", [4, 20])
-def test_a_model_of_text_is_asked_everything_as_it_stands(examples: int) -> None:
+def test_classifiers_are_asked_everything_as_it_stands(examples: int) -> None:
     given, requests = asked("x", ["Which guild is the oldest?", "What is a guild?"]), asked("y", ["Hi!"])
     own = {"guild": guild()[:examples]}
-    questions = fitting_set(own, base(), background=requests, near_misses=given, pictures=False, seed=0)
+    questions = fitting_set(
+        own, base(), background=requests, near_misses=given, pictures=False, as_they_stand=True, seed=0
+    )
     assert [text_of(q.messages) for q in questions if q.task] == [text_of(e.messages) for e in own["guild"]]
     assert [q.fold for q in questions if q.task] == [number % FOLDS for number in range(examples)]
     assert Counter(q.kind for q in questions if q.task is None) == {
@@ -92,6 +94,22 @@ def test_a_model_of_text_is_asked_everything_as_it_stands(examples: int) -> None
     }
     known = {request.text for request in everyday_requests()}
     assert {text_of(q.messages) for q in questions if q.kind == "everyday"} <= known
+
+
+def test_questions_in_one_form_are_told_from_peoples_own_words() -> None:
+    form = [text_of(example.messages) for example in guild()]
+    own = [
+        "my card was stolen",
+        "I lost the card",
+        "how do I block my visa?",
+        "someone took my wallet, block it please",
+    ]
+    assert in_one_form(form)
+    assert in_one_form(form[:2])
+    assert not in_one_form(own)
+    assert not in_one_form([*form[:2], *own])
+    assert not in_one_form(form[:1])
+    assert not in_one_form(["?!", "..."])
 
 
 @pytest.mark.parametrize("seed", range(5))

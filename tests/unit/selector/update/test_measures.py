@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from inducekv_vllm.backbone.footprint import classified_gate_bytes, gate_bytes, prototypes_of
+from inducekv_vllm.backbone.footprint import gate_bytes, prototypes_of
 from selector.update.measures import diversity, entry_bytes, memory_bytes
-from tests.bundles import classified_gate, random_gate, random_gated_bundle
+from tests.bundles import random_gate, random_gated_bundle
 
 
 def test_diversity_of_orthogonal_and_of_equal_keys() -> None:
@@ -30,10 +30,6 @@ def test_a_gate_takes_as_many_bytes_as_its_size_says(num_tasks: int) -> None:
     half = 2 * gate.prototypes.numel()  # of what is float32 here and float16 in a bundle
     assert gate_bytes(num_tasks, gate.center.shape[1]) == stored - half
     assert gate_bytes(0, 16) == 0
-    classified = classified_gate(tasks=tasks, classified=num_tasks).stored()
-    stored = sum(tensor.nbytes for tensor in classified.tensors().values())
-    assert classified_gate_bytes(num_tasks, classified.center.shape[1], layers=2) == stored
-    assert classified_gate_bytes(0, 16) == 0
     bundle = random_gated_bundle()
     assert memory_bytes(bundle) - entry_bytes(bundle) == sum(
         tensor.nbytes for name, tensor in bundle.tensors().items() if name.startswith("gate_")
