@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from inducekv_vllm.bundle import Gate, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
 
+from ..gate.settings import kind_of
 from ..runtime.files import require_output
 from .gate_questions import add_fit_flags, fit_settings, read_background_of
 from .gate_tables import print_fitted
@@ -35,6 +36,8 @@ def gate_fit(options: argparse.Namespace) -> int:
     bundle = read_bundle(options.path)
     if (gate := bundle.gate) is None:
         raise BundleError(f"{options.path}: the bundle has no relevance gate")
+    if options.from_log and settings.gate_kind not in (None, kind_of(gate)):
+        raise ConfigError(f"--from-log keeps what the gate looks at: expected --gate-kind {kind_of(gate)}")
     traffic = read_traffic(options.from_log, gate) if options.from_log else None
     own = _questions(options.task, gate)
     background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
@@ -48,10 +51,11 @@ def gate_fit(options: argparse.Namespace) -> int:
     backbone = load_backbone(options.model, options.device)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
     misses, seed = settings.gate_misses, settings.seed
+    known = {"background": background, "near_misses": near_misses}
     if traffic is None:
-        fitted = fit_gate(backbone, own, base, background=background, near_misses=near_misses, misses=misses, seed=seed)
+        kind = settings.gate_kind or kind_of(gate)
+        fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind)
     else:
-        known = {"background": background, "near_misses": near_misses}
         fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed)
     counts = {"base_questions": len(base), "background_requests": len(background)}
     counts |= {"near_misses": len(near_misses)} if near_misses else {}

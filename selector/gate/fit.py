@@ -1,8 +1,8 @@
 """Fit a relevance gate to questions of C tasks and to everything else.
 
-A gate for text whose tasks are asked in people's own words has two classifiers (`classifiers`). Of questions in one
-form with places to fill, they would learn the form alone, and close for the same question with a greeting: those have
-a gate of prototypes (`training`), as do models that take pictures.
+A gate of prototypes (`training`) looks for a token that is like a task's; one of two classifiers (`classifiers`) weighs
+all of a question's text. Classifiers tell more of people's own words apart, and close for the same question with a
+greeting; of questions in one form with places to fill they learn the form alone.
 
 Shapes: C tasks, n questions.
 """
@@ -10,8 +10,8 @@ Shapes: C tasks, n questions.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from .classified import classified_gate
 from .classifiers import Seen
 from .encoding import encode_questions
 from .fitting_set import GateQuestion, fitting_set
-from .settings import DEFAULT_MISSES, TEXT_MISSES
+from .settings import DEFAULT_MISSES, TEXT_MISSES, Kind
 from .training import Price, train_gate
 from .variations import text_of
 from .wording import in_one_form
@@ -54,6 +54,7 @@ def fit_gate(
     near_misses: Sequence[Example] = (),
     misses: float | None = None,
     seed: int = 0,
+    kind: Kind | None = None,
 ) -> FittedGate:
     """A gate that tells the questions of C tasks from each other and from everything else; answers are not used.
 
@@ -64,14 +65,17 @@ def fit_gate(
         near_misses: requests that look like those of a task and are not.
         misses: share of the tasks' questions that the gate may miss, of those that it was not fitted to; None for the
             default of the gate's kind.
+        kind: of the gate (default: prototypes).
 
     Raises:
-        ConfigError: a task without questions, with everyday requests as questions, or with the same ones as another;
-            background requests or near-misses that are a task's.
+        ConfigError: classifiers for a model that takes pictures; a task without questions, with everyday requests as
+            questions, or with the same ones as another; background requests or near-misses that are a task's.
         TaskDataError: the model's processor refuses a question.
     """
     check_questions(own, background, near_misses=near_misses)
-    by_classifiers = backbone.kind == "text" and not any(map(_in_one_form, own.values()))
+    by_classifiers = kind == "classifiers"
+    if by_classifiers and backbone.kind != "text":
+        raise ConfigError("a gate of classifiers is for models that take text alone, and this one takes pictures")
     questions = fitting_set(
         own,
         base,
@@ -84,11 +88,14 @@ def fit_gate(
     tasks = tuple(own)
     labels = [len(tasks) if q.task is None else tasks.index(q.task) for q in questions]
     fit = _fit_classifiers if by_classifiers else _fit_prototypes
-    return fit(backbone, questions, labels, tasks, misses_of(misses, by_classifiers), seed)
+    fitted = fit(backbone, questions, labels, tasks, misses_of(misses, by_classifiers), seed)
+    return replace(fitted, warnings=(*fitted.warnings, *_learnt_by_heart(own))) if by_classifiers else fitted
 
 
-def _in_one_form(examples: Sequence[Example]) -> bool:
-    return in_one_form([text_of(example.messages) for example in examples])
+def _learnt_by_heart(own: Mapping[str, Sequence[Example]]) -> Iterator[str]:
+    for task, examples in own.items():
+        if in_one_form([text_of(example.messages) for example in examples]):
+            yield f"the questions of {task!r} are one form with places to fill: classifiers close for any other wording"
 
 
 def misses_of(misses: float | None, by_classifiers: bool) -> float:

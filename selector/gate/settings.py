@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
+
+from inducekv_vllm.bundle import Gate
 
 from ..runtime.settings import Flag, Seed, Settings
 
 DEFAULT_MISSES: Final = 0.0  # of a gate of prototypes
 TEXT_MISSES: Final = 0.05  # of one of classifiers
+Kind = Literal["prototypes", "classifiers"]
+GateKind = Annotated[
+    Kind | None,
+    Flag("classifiers tell people's own words apart, and close for a phrase around them; default: as the bundle has"),
+]
 Misses = Annotated[
     Annotated[float, Field(ge=0, le=0.5)] | None,
     Flag(
         "share of a task's own questions that the gate may miss, to keep others out "
-        f"(default: {TEXT_MISSES} for text in people's own words, {DEFAULT_MISSES:g} otherwise)"
+        f"(default: {TEXT_MISSES} of classifiers, {DEFAULT_MISSES:g} of prototypes)"
     ),
 ]
 
@@ -22,5 +29,11 @@ Misses = Annotated[
 class GateSettings(Settings):
     """Of a gate that is fitted alone. Raises `ConfigError` for values out of range."""
 
+    gate_kind: GateKind = None
     gate_misses: Misses = None
     seed: Seed = 0
+
+
+def kind_of(gate: Gate | None) -> Kind:
+    """That of the next version's gate, unless another is asked for."""
+    return "classifiers" if gate is not None and gate.classified else "prototypes"

@@ -16,6 +16,7 @@ from inducekv_vllm.errors import BundleError, ConfigError
 from ..backbone.model import Backbone
 from ..data.examples import Example
 from ..gate.fit import FittedGate, check_questions, fit_gate
+from ..gate.settings import kind_of
 
 
 @dataclass(frozen=True)
@@ -118,4 +119,5 @@ def refitted_gate(
         own[task] = examples
     check_questions(own, background, base)
     misses, seed = metadata.settings.get("gate_misses"), int(metadata.settings.get("seed", 0))
-    return fit_gate(backbone, own, base, background=background, misses=misses, seed=seed)
+    kind = kind_of(bundle.gate)
+    return fit_gate(backbone, own, base, background=background, misses=misses, seed=seed, kind=kind)

@@ -65,6 +65,7 @@ def route_bundle(
         near_misses=near_misses,
         misses=settings.gate_misses,
         seed=settings.seed,
+        kind=settings.gate_kind,
     )
     bundle = bundle_without_entries(
         backbone.fingerprint,

@@ -120,7 +120,7 @@ def _of_gate(
     own = {task.name: [example(text, task.name) for text in task.train] for task in bundle.tasks}
     began = time.perf_counter()
     near_misses = [example(text, "near-miss") for text in given]
-    fitted = fit_gate(backbone, own, [], near_misses=near_misses, misses=misses, seed=seed)
+    fitted = fit_gate(backbone, own, [], near_misses=near_misses, misses=misses, seed=seed, kind="classifiers")
     gate, seconds = fitted.gate, time.perf_counter() - began
     evidence = evidence_of(backbone, gate, [example(text, "asked") for text in asked]).numpy()  # [n, H]
     rule, words, began = gate.rule, gate.word_scores, time.perf_counter()

@@ -223,6 +223,7 @@ def test_near_misses_of_ones_own(tmp_path: Path) -> None:
         {task: read_task(paths[task]) for task in ("colours", "shades")},
         read_task(paths["base"]),
         near_misses=read_background(near_misses),
+        kind="classifiers",
     )
     assert after.gate is not None
     for name, tensor in expected.gate.stored().tensors().items():
@@ -234,6 +235,8 @@ def test_near_misses_of_ones_own(tmp_path: Path) -> None:
     log = log_of(after.gate, evidence_of(backbone, after.gate, read_task(paths["base"])).tolist(), tmp_path / "log")
     old = new
     new = tmp_path / "again.safetensors"
+    other = (*arguments(near_misses), "--from-log", log, "--gate-kind", "prototypes")
+    assert "expected --gate-kind classifiers" in refuse(*other)
     command(*arguments(near_misses), "--from-log", log)
     again = read_bundle(new)
     assert again.gate is not None
