@@ -74,7 +74,7 @@ class _Near:
     """Facts of one answer, and the nearest of them to a question."""
 
     def __init__(self, facts: Sequence[FactRecord], metadata: BundleMetadata) -> None:
-        self._asked = [(text, fact) for fact in facts for text in (*fact.also, fact.question)]
+        self._asked = [(text, fact) for fact in facts for text in _wordings(fact)]
         self._index = QuestionIndex([text for text, _ in self._asked])
         self._strictness, self._gate_tasks = STRICTNESS[metadata.strictness], metadata.gate_tasks
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.gate import TurnMarks
 
 from ..backbone.model import Backbone
 from ..backbone.token_values import asked_texts, layers_of_gate, token_values
@@ -76,6 +77,45 @@ def fit_gate(
     by_classifiers = kind == "classifiers"
     if by_classifiers and backbone.kind != "text":
         raise ConfigError("a gate of classifiers is for models that take text alone, and this one takes pictures")
+    tasks, allowed = tuple(own), misses_of(misses, by_classifiers)
+    questions, labels = labelled_questions(
+        backbone,
+        own,
+        base,
+        background=background,
+        near_misses=near_misses,
+        by_classifiers=by_classifiers,
+        seed=seed,
+    )
+    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers, backbone.full_layers)
+    warnings: tuple[str, ...] = ()
+    began = time.monotonic()
+    if by_classifiers:
+        seen_by_them = seen(backbone, questions, layers)
+        looked = time.monotonic()
+        gate, prices, warnings = classified_gate(
+            seen_by_them, questions, torch.tensor(labels), tasks, layers, marks, allowed
+        )
+        warnings = (*warnings, *_learnt_by_heart(own))
+    else:
+        values = token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16)
+        looked = time.monotonic()
+        gate, prices = _prototype_gate(values, questions, labels, tasks, layers, marks, allowed, seed)
+    seconds = {"features": looked - began, "training": time.monotonic() - looked}
+    return FittedGate(gate, prices, seconds, allowed, warnings)
+
+
+def labelled_questions(
+    backbone: Backbone,
+    own: Mapping[str, Sequence[Example]],
+    base: Sequence[Example],
+    *,
+    background: Sequence[Example],
+    near_misses: Sequence[Example],
+    by_classifiers: bool,
+    seed: int,
+) -> tuple[list[GateQuestion], list[int]]:
+    """What a gate of this kind is fitted to: n questions, and the number of each one's task; C for none."""
     questions = fitting_set(
         own,
         base,
@@ -86,10 +126,7 @@ def fit_gate(
         seed=seed,
     )
     tasks = tuple(own)
-    labels = [len(tasks) if q.task is None else tasks.index(q.task) for q in questions]
-    fit = _fit_classifiers if by_classifiers else _fit_prototypes
-    fitted = fit(backbone, questions, labels, tasks, misses_of(misses, by_classifiers), seed)
-    return replace(fitted, warnings=(*fitted.warnings, *_learnt_by_heart(own))) if by_classifiers else fitted
+    return questions, [len(tasks) if q.task is None else tasks.index(q.task) for q in questions]
 
 
 def _learnt_by_heart(own: Mapping[str, Sequence[Example]]) -> Iterator[str]:
@@ -105,25 +142,6 @@ def misses_of(misses: float | None, by_classifiers: bool) -> float:
     return TEXT_MISSES if by_classifiers else DEFAULT_MISSES
 
 
-def _fit_classifiers(
-    backbone: Backbone,
-    questions: Sequence[GateQuestion],
-    labels: Sequence[int],
-    tasks: tuple[str, ...],
-    misses: float,
-    seed: int,
-) -> FittedGate:
-    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers, backbone.full_layers)
-    began = time.monotonic()
-    seen_by_them = seen(backbone, questions, layers)
-    looked = time.monotonic()
-    gate, prices, warnings = classified_gate(
-        seen_by_them, questions, torch.tensor(labels), tasks, layers, marks, misses
-    )
-    seconds = {"features": looked - began, "training": time.monotonic() - looked}
-    return FittedGate(gate, prices, seconds, misses, warnings)
-
-
 def seen(backbone: Backbone, questions: Sequence[GateQuestion], layers: tuple[int, ...]) -> Seen:
     """What classifiers see of n questions; one without text has the mean of those with some."""
     asked = asked_texts(backbone, encode_questions(backbone, questions), layers, turn_marks(backbone.processor))
@@ -131,18 +149,17 @@ def seen(backbone: Backbone, questions: Sequence[GateQuestion], layers: tuple[in
     return Seen(torch.stack([usual if mean is None else mean for mean in asked.means]), asked.texts)
 
 
-def _fit_prototypes(
-    backbone: Backbone,
+def _prototype_gate(
+    values: Sequence[Tensor],
     questions: Sequence[GateQuestion],
     labels: Sequence[int],
     tasks: tuple[str, ...],
+    layers: tuple[int, ...],
+    marks: TurnMarks,
     misses: float,
     seed: int,
-) -> FittedGate:
-    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers, backbone.full_layers)
-    began = time.monotonic()
-    values = token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16)
-    looked = time.monotonic()
+) -> tuple[Gate, tuple[Price, ...]]:
+    """The gate and its prices, from what `token_values` gives for the questions."""
     trained = train_gate(
         values,
         labels=labels,
@@ -164,8 +181,7 @@ def _fit_prototypes(
         near=trained.near,
         tasks=tasks,
     )
-    seconds = {"features": looked - began, "training": time.monotonic() - looked}
-    return FittedGate(gate, trained.prices, seconds, misses)
+    return gate, trained.prices
 
 
 def check_questions(

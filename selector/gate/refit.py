@@ -18,8 +18,8 @@ from ..backbone.token_values import evidence_in, token_values
 from ..data.examples import Example
 from .classified import refitted
 from .encoding import encode_questions
-from .fit import FittedGate, check_questions, misses_of, seen
-from .fitting_set import FOLDS, fitting_set
+from .fit import FittedGate, check_questions, labelled_questions, misses_of, seen
+from .fitting_set import FOLDS
 from .training import refit_rule
 
 
@@ -43,16 +43,15 @@ def refit_gate(
     """
     check_questions(own, background, near_misses=near_misses)
     by_classifiers = gate.classified > 0
-    questions = fitting_set(
+    questions, labels = labelled_questions(
+        backbone,
         own,
         base,
         background=background,
         near_misses=near_misses,
-        pictures=backbone.kind != "text",
-        as_they_stand=by_classifiers,
+        by_classifiers=by_classifiers,
         seed=seed,
     )
-    labels = [len(gate.tasks) if q.task is None else gate.tasks.index(q.task) for q in questions]
     share = misses_of(misses, by_classifiers)
     if by_classifiers:
         found = refitted(gate, seen(backbone, questions, gate.layers), questions, torch.tensor(labels), traffic, share)
