@@ -103,6 +103,7 @@ def classified_gate(
         "rarity": 0.5 + draw(BUCKETS).abs(),
         "words": 4 * draw(K, BUCKETS),
         "offsets": draw(2, K),
+        "clause_ends": torch.tensor([3, 5], dtype=torch.int32),
         "weights": 4 * draw(len(tasks), 2 * K),
     }
     return replace(plain, **(fields | changes))

@@ -43,6 +43,7 @@ class ResidentGate:
             if not is_counted:  # every token is 0 then, and so are the sums
                 scale.zero_()
             means = None
-            if gate.directions is not None and gate.offsets is not None:
-                means = MeanScores(center, scale, copied(gate.directions[:, :, features]), copied(gate.offsets[0]))
+            if (stored := gate.mean_scores) is not None:
+                directions, offsets = copied(stored.directions[:, :, features]), copied(stored.offsets)
+                means = MeanScores(center, scale, directions, offsets, stored.clause_ends)
             return cls(gate.layers, gate.marks, TokenScores(center, scale, prototypes, copied(gate.floors)), means)

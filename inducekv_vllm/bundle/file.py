@@ -30,7 +30,7 @@ from .tensors import DTYPES, Bundle, check_shapes, check_structure, check_values
 
 METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 24 * 2**20
-_SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32"}
+_SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32", torch.int32: "I32"}
 
 
 class _MetadataEntry(BundleMetadata):

@@ -121,6 +121,7 @@ class GateRecord(BaseModel):
     layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1, max_length=8)]  # [S]
     prototypes: Annotated[int, Field(ge=0, le=2**16)]  # P, of each layer; at least 1, or there are classifiers
     classified: Annotated[int, Field(ge=0, le=2**16)] = 0  # K, the tasks that its classifiers were fitted to
+    clause_ends: Annotated[int, Field(ge=0, le=2**24)] = 0  # E, the tokens with which a clause ends, of classifiers
     turn_begin: Annotated[tuple[int, ...], Field(max_length=64)]  # see `inducekv_vllm.gate.TurnMarks`
     turn_end: int | None
     near: tuple[Annotated[float, Field(le=0, allow_inf_nan=False)], ...] | None = None  # [C], see `RelevanceGate`

@@ -2,7 +2,7 @@
 
 Shapes: B entries, m payload tokens, L layers, J KV heads, G query heads of a KV head, D head size, d hidden size,
 r rank of a map. Of a relevance gate: C tasks, S layers, P prototypes of a layer, F = J D, N buckets of words, K
-tasks that its classifiers were fitted to, H = S P + 2 K.
+tasks that its classifiers were fitted to, E tokens that end a clause, H = S P + 2 K.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _CLASSIFIERS = {  # of a gate that has any
     "rarity": torch.float32,
     "words": torch.float16,
     "offsets": torch.float32,
+    "clause_ends": torch.int32,
 }
 _PREFIX = "gate_"
 DTYPES = {
@@ -87,11 +88,12 @@ class Gate:
     tasks: tuple[str, ...]  # [C], unique; each has entries, facts or an adapter, and all tasks of entries are there
     near: tuple[float, ...] | None = None  # [C], at most 0: from which margin on a task's facts count; None for 0
 
-    # Classifiers of a question's mean values and of its words; all of them or none.
+    # Classifiers of means of a question's values and of its words; all of them or none.
     directions: Tensor | None = None  # [K, S, F]; stored as float32
     rarity: Tensor | None = None  # [N], above 0; stored as float32
     words: Tensor | None = None  # [K, N]; stored as float16
     offsets: Tensor | None = None  # [2, K], of the means and of the words; stored as float32
+    clause_ends: Tensor | None = None  # [E], the ids of the tokens with which a clause ends; stored as int32
 
     @property
     def classified(self) -> int:
@@ -100,9 +102,11 @@ class Gate:
 
     @property
     def mean_scores(self) -> MeanScores | None:
-        if self.directions is None or self.offsets is None:
+        if self.directions is None or self.offsets is None or self.clause_ends is None:
             return None
-        return MeanScores(self.center, self.scale, self.directions, self.offsets[0])
+        return MeanScores(
+            self.center, self.scale, self.directions, self.offsets[0], frozenset(self.clause_ends.tolist())
+        )
 
     @property
     def word_scores(self) -> WordScores | None:
@@ -133,6 +137,7 @@ class Gate:
             layers=self.layers,
             prototypes=prototypes,
             classified=self.classified,
+            clause_ends=0 if self.clause_ends is None else len(self.clause_ends),
             turn_begin=self.marks.begin,
             turn_end=self.marks.end,
             near=self.near,
@@ -450,7 +455,7 @@ def bundle_digest(bundle: Bundle) -> str:
     metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *absent})
     if (gate := metadata["gate"]) is not None:
         absent_of_gate = [name for name in ("near",) if gate[name] is None]
-        absent_of_gate += [name for name in ("classified",) if not gate[name]]
+        absent_of_gate += [name for name in ("classified", "clause_ends") if not gate[name]]
         for name in absent_of_gate:
             del gate[name]
     rest()
@@ -492,6 +497,7 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
         if K:
             gate |= {"gate_directions": (K, *features), "gate_rarity": (BUCKETS,)}
             gate |= {"gate_words": (K, BUCKETS), "gate_offsets": (2, K)}
+            gate |= {"gate_clause_ends": (record.clause_ends,)}
     maps = {}
     if (shape := metadata.output_map) is not None:
         each = (backbone.num_layers, B, backbone.num_kv_heads)

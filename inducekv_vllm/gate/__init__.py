@@ -2,10 +2,12 @@
 
 It looks at some layers' attention values, in the tokens that decide. Each of its prototypes says how close the closest
 of these tokens, or of their means, comes to it (`evidence`). A gate for text has two classifiers in their place: one
-of the mean of the question's tokens (`odds`), one of its words (`words`). A rule weighs the evidence for each task
-(`rule`). The selector fits all of it, and the server applies it with the same functions.
+of means of the question's tokens (`odds`), one of its words (`words`); both see runs of its clauses (`clauses`). A rule
+weighs the evidence for each task (`rule`). The selector fits all of it, and the server applies it with the same
+functions.
 """
 
+from .clauses import ends_clause, runs_of_tokens
 from .digest import token_digest
 from .evidence import (
     PIECE,
@@ -21,7 +23,7 @@ from .evidence import (
 )
 from .odds import RANGE, MeanScores, as_evidence
 from .rule import Closed, GateDecision, RelevanceGate
-from .words import BUCKETS, WordScores
+from .words import BUCKETS, WordScores, runs_of_words
 
 __all__ = [
     "BUCKETS",
@@ -38,9 +40,12 @@ __all__ = [
     "above_floors",
     "as_evidence",
     "deciding_tokens",
+    "ends_clause",
     "in_pieces",
     "last_averaged",
     "prompt_evidence",
+    "runs_of_tokens",
+    "runs_of_words",
     "token_digest",
     "turn_starts",
 ]

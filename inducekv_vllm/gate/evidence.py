@@ -8,7 +8,7 @@ Tokens know their words, and the mean of some of them in a deeper layer knows wh
 last layer is averaged (`last_averaged`) before anything is compared.
 
 Shapes: T prompt tokens, t of them deciding, S layers, F = J D features of a token (a layer's values of all J KV heads),
-P prototypes of a layer, K tasks that its classifiers know.
+P prototypes of a layer, K tasks that its classifiers know, R runs of a question's clauses.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from .clauses import runs_of_tokens
 from .odds import MeanScores
 
 WINDOW: Final = 16  # text tokens in a row, whose mean counts; about a question
@@ -36,6 +37,7 @@ def prompt_evidence(
     read: Callable[[list[int]], Tensor],
     add_up: Callable[[Tensor], Tensor],
     means: MeanScores | None = None,
+    index: Callable[[list[int]], Tensor] = torch.tensor,
 ) -> Tensor:
     """The evidence [S P], or [S P + K] with that of means. A long prompt is read in pieces.
 
@@ -45,11 +47,12 @@ def prompt_evidence(
         placeholders: the ids of tokens that stand for media.
         read: the values [t, S, F] of the tokens at t positions.
         add_up: see `TokenScores.evidence`.
-        means: the part of the gate that sees the mean of the question's text.
+        means: the part of the gate that sees means of the question's text.
+        index: numbers as int64 where the values are.
     """
     deciding, found = deciding_tokens(token_ids, marks, placeholders), list[Tensor]()
     if means is not None:
-        found.append(means.evidence(_mean(deciding.text, read, means), add_up))
+        found.append(means.evidence(_means(token_ids, deciding.text, read, means, index), add_up))
     if not scores.prototypes.shape[1]:
         return found[0]
 
@@ -59,12 +62,32 @@ def prompt_evidence(
     return torch.cat([reduce(torch.maximum, starmap(of_piece, in_pieces(*deciding))), *found])
 
 
-def _mean(text: Sequence[int], read: Callable[[list[int]], Tensor], means: MeanScores) -> Tensor:
-    """[S, F], of the values of a question's text; what is usual, if it has none."""
+def _means(
+    token_ids: Sequence[int],
+    text: Sequence[int],
+    read: Callable[[list[int]], Tensor],
+    means: MeanScores,
+    index: Callable[[list[int]], Tensor],
+) -> Tensor:
+    """[R, S, F], of the values of a question's text and of its runs; what is usual, if it has none."""
     if not text:
-        return means.center
-    sums = [read(list(text[at : at + PIECE])).sum(dim=0) for at in range(0, len(text), PIECE)]
-    return torch.stack(sums).sum(dim=0) / len(text)
+        return means.center[None]
+    runs = runs_of_tokens([token_ids[at] for at in text], means.clause_ends)
+    first, behind = index([*(run.start for run in runs), *(run.stop for run in runs)]).view(2, -1, 1)  # [R, 1]
+    return reduce(
+        torch.add,
+        (
+            _part_of_means(first, behind, at, read(list(text[at : at + PIECE])).float())
+            for at in range(0, len(text), PIECE)
+        ),
+    )
+
+
+def _part_of_means(first: Tensor, behind: Tensor, start: int, values: Tensor) -> Tensor:
+    """What the values [t, S, F] of the places from `start` on add to the means [R, S, F] of runs [R, 1]."""
+    places = torch.arange(start, start + len(values), device=values.device)
+    shares = ((first <= places) & (places < behind)) / (behind - first)  # [R, t]
+    return torch.einsum("rt,tsf->rsf", shares, values)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,14 @@ class PromptReader:
         """[H], without that of words: the host has those."""
         read = partial(self._values.read, gate.layers, request.blocks)  # [t, S, F of this rank]
         return prompt_evidence(
-            request.prompt, gate.marks, gate.scores, self._placeholders, read, self._add_up, gate.means
+            request.prompt,
+            gate.marks,
+            gate.scores,
+            self._placeholders,
+            read,
+            self._add_up,
+            gate.means,
+            self._device.index,
         )
 
     def _read_pictures(self, request: WorkerRequest, marks: TurnMarks) -> None:

@@ -1,13 +1,13 @@
 """What a gate, and facts with pictures, see of a prompt: some layers' attention values of the tokens that decide.
 
 The forward pass ends at the last of these layers. Shapes: n prompts, T tokens, t of them deciding, S layers, F = J D
-features.
+features, R runs of a question's clauses.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.facts.pictures import LAYER
-from inducekv_vllm.gate import TurnMarks, deciding_tokens, last_averaged
+from inducekv_vllm.gate import TurnMarks, deciding_tokens, ends_clause, last_averaged, runs_of_tokens
 from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
@@ -55,8 +55,8 @@ def evidence_of_prompts(backbone: Backbone, gate: Gate, encoded: Sequence[Inputs
     if gate.prototypes.shape[1]:
         parts.append(evidence_in(gate, token_values(backbone, encoded, gate.layers, gate.marks)))
     if (means := gate.mean_scores) is not None and (words := gate.word_scores) is not None:
-        asked = asked_texts(backbone, encoded, gate.layers, gate.marks)
-        of_means = [means.evidence(means.center if mean is None else mean) for mean in asked.means]
+        asked = asked_texts(backbone, encoded, gate.layers, gate.marks, means.clause_ends)
+        of_means = [means.evidence(means.center[None] if found is None else found) for found in asked.means]
         of_words = [torch.from_numpy(words.evidence(text)) for text in asked.texts]
         parts += [torch.stack(found) if found else torch.zeros(0, gate.classified) for found in (of_means, of_words)]
     return torch.cat(parts, dim=1)
@@ -73,15 +73,25 @@ def evidence_in(gate: Gate, values: Sequence[Tensor]) -> Tensor:
 class AskedTexts:
     """What a gate's classifiers see of n prompts."""
 
-    means: Sequence[Tensor | None]  # [S, F] float32 of each, of its question's text; None without text
+    means: Sequence[Tensor | None]  # [R, S, F] float32 of each, of its question's text and its runs; None without text
     texts: Sequence[str]
 
 
 @torch.no_grad()
 def asked_texts(
-    backbone: Backbone, encoded: Sequence[Inputs], layers: Sequence[int], marks: TurnMarks, *, batch_tokens: int = 2048
+    backbone: Backbone,
+    encoded: Sequence[Inputs],
+    layers: Sequence[int],
+    marks: TurnMarks,
+    clause_ends: Collection[int],
+    *,
+    batch_tokens: int = 2048,
 ) -> AskedTexts:
-    """Arguments as of `token_values`. What most prompts of a model for text begin with is computed once."""
+    """Other arguments as of `token_values`. What most prompts of a model for text begin with is computed once.
+
+    Args:
+        clause_ends: the tokens with which a clause ends; see `clause_ends_of`.
+    """
     placeholders, reader = placeholder_ids(backbone.model.config), fact_reader(backbone)
     ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
     texts = [deciding_tokens(of_prompt, marks, placeholders).text for of_prompt in ids]
@@ -98,8 +108,17 @@ def asked_texts(
                 _values(backbone, inputs, layers) if after is None else _values_after(backbone, inputs, layers, after)
             )
             for row, of_prompt in zip(rows, values, strict=True):  # [T - skipped, S, F]
-                means[row] = of_prompt[[at - skipped for at in texts[row]]].float().mean(dim=0).cpu()
+                asked = of_prompt[[at - skipped for at in texts[row]]].float()  # [t, S, F]
+                runs = runs_of_tokens([ids[row][at] for at in texts[row]], clause_ends)
+                means[row] = torch.stack([asked[run.start : run.stop].mean(dim=0) for run in runs]).cpu()
     return AskedTexts(means, [reader.question(of_prompt).text for of_prompt in ids])
+
+
+def clause_ends_of(backbone: Backbone) -> Tensor:
+    """[E] int64: the tokens with which a clause ends."""
+    tokenizer = getattr(backbone.processor, "tokenizer", backbone.processor)
+    tokens = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
+    return torch.tensor([number for number, token in enumerate(tokens) if ends_clause(token)], dtype=torch.int64)
 
 
 @dataclass(frozen=True)

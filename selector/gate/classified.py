@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -28,13 +28,21 @@ OTHERS: Final = 0.05  # of everyday requests open it, at most
 MIXED_UP: Final = 0.2  # of a task's questions are taken for another's, at most
 
 
+@dataclass(frozen=True)
+class LooksAt:
+    """What of a prompt the gate is shown."""
+
+    layers: tuple[int, ...]  # [S]
+    marks: TurnMarks
+    clause_ends: Tensor  # [E] int64, tokens
+
+
 def classified_gate(
     seen: Seen,
     questions: Sequence[GateQuestion],
     labels: Tensor,
     tasks: tuple[str, ...],
-    layers: tuple[int, ...],
-    marks: TurnMarks,
+    looks_at: LooksAt,
     misses: float,
 ) -> tuple[Gate, tuple[Price, ...], tuple[str, ...]]:
     """The gate, its prices, and what is wrong with it.
@@ -49,7 +57,7 @@ def classified_gate(
     kinds = [question.kind for question in questions]
     chosen = threshold(left_out, as_they_stand(labels, kinds, C), misses)
     margins = left_out - chosen  # [n, C]
-    gate = gate_of(trained, chosen, near_of(margins, labels), tasks, layers, marks)
+    gate = gate_of(trained, chosen, near_of(margins, labels), tasks, looks_at)
     return gate, _prices(left_out, labels, kinds, misses), _problems(margins, labels, kinds, tasks)
 
 
@@ -140,19 +148,18 @@ def gate_of(
     chosen: Tensor,
     near: tuple[float, ...],
     tasks: tuple[str, ...],
-    layers: tuple[int, ...],
-    marks: TurnMarks,
+    looks_at: LooksAt,
 ) -> Gate:
     """As a bundle stores it. Evidence is log-odds from 0 to 1, and its weights make log-odds of it again."""
-    C, features = len(tasks), trained.center.shape[1]
+    C, S, features = len(tasks), *trained.center.shape
     identity = 2 * RANGE * torch.eye(C)
     return Gate(
-        layers=layers,
-        marks=marks,
+        layers=looks_at.layers,
+        marks=looks_at.marks,
         center=trained.center,
         scale=trained.scale,
-        prototypes=torch.zeros(len(layers), 0, features, dtype=torch.float16),
-        floors=torch.zeros(len(layers), 0),
+        prototypes=torch.zeros(S, 0, features, dtype=torch.float16),
+        floors=torch.zeros(S, 0),
         weights=torch.cat([(1 - WORDS_SHARE) * identity, WORDS_SHARE * identity], dim=1),
         thresholds=torch.full((C,), RANGE + float(chosen)),
         tasks=tasks,
@@ -161,6 +168,7 @@ def gate_of(
         rarity=trained.rarity,
         words=trained.words.half(),
         offsets=torch.stack([trained.mean_offsets, trained.word_offsets]),
+        clause_ends=looks_at.clause_ends,
     )
 
 

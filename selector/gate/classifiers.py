@@ -2,15 +2,18 @@
 
 One sees a question's words, the other the mean of its tokens' values in some layers, whitened by what the everyday
 requests of the package are like. They err on different questions, so a question's log-odds are the weighted mean of
-theirs. What sets the threshold, the prices and the shares that are told comes from questions that neither has seen:
-each of `FOLDS` parts of the examples is left out once.
+theirs. Both see all of a question and every run of a few clauses; of the log-odds the largest count. So they learn from
+what the questions of tasks say as a whole, and from all runs of the others.
 
-Shapes: C tasks, S layers, F features of a token, N buckets of words, n questions.
+What sets the threshold, the prices and the shares that are told comes from questions that neither has seen: each of
+`FOLDS` parts of the examples is left out once.
+
+Shapes: C tasks, S layers, F features of a token, N buckets of words, n questions, R runs of one, m runs of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding_bag, pad
 
-from inducekv_vllm.gate.words import BUCKETS, weighted, word_counts
+from inducekv_vllm.gate.clauses import CHANCE
+from inducekv_vllm.gate.words import BUCKETS, Buckets, Numbers, runs_of_words, weighted, word_counts
 
 WORDS_SHARE: Final = 0.6  # of the log-odds, the means have the rest
 WORDS_PENALTY, MEANS_PENALTY = 1 / 200, 1 / (2 * 0.03)  # of squared weights, beside the sum of all losses
@@ -29,10 +33,17 @@ STEPS: Final = 100  # of L-BFGS, at most
 
 @dataclass(frozen=True)
 class Seen:
-    """What the classifiers see of n questions."""
+    """What the classifiers see of n questions: of each, all of it, and then its runs."""
 
-    means: Tensor  # [n, S, F] float32
-    texts: Sequence[str]  # n of them
+    means: Sequence[Tensor]  # [R, S, F] float32
+    words: Sequence[Sequence[tuple[Buckets, Numbers]]]  # see `inducekv_vllm.gate.words.word_counts`
+
+    @classmethod
+    def of(cls, means: Sequence[Tensor], texts: Sequence[str]) -> Seen:
+        return cls(means, [[word_counts(words) for words in runs_of_words(text)] for text in texts])
+
+    def take(self, rows: Sequence[int]) -> Seen:
+        return Seen([self.means[row] for row in rows], [self.words[row] for row in rows])
 
 
 @dataclass(frozen=True)
@@ -55,12 +66,17 @@ def train_classifiers(seen: Seen, labels: Tensor, counts: Tensor, num_tasks: int
         counts: [n], as how many questions each counts.
     """
     outside = labels == num_tasks
-    center, scale, turned = _whitening(seen.means[outside])
-    whitened = torch.einsum("nsf,sfg->nsg", (seen.means - center) * scale, turned)  # [n, S, F]
-    weights, mean_offsets = _fitted(_Dense(whitened.flatten(1)), labels, counts, num_tasks, MEANS_PENALTY)
+    of_means, means = _Runs.of(seen.means), torch.cat(list(seen.means))  # [m, S, F]
+    center, scale, turned = _whitening(means[of_means.first][outside])
+    whitened = torch.einsum("nsf,sfg->nsg", (means - center) * scale, turned)  # [m, S, F]
+    weights, mean_offsets = _fitted(
+        _Dense(whitened.flatten(1)), *of_means.taught(labels, counts, outside), num_tasks, MEANS_PENALTY
+    )
     directions = torch.einsum("sfg,csg->csf", turned, weights.view(num_tasks, *center.shape))
-    rarity, words = _words(seen.texts)
-    word_weights, word_offsets = _fitted(words, labels, counts, num_tasks, WORDS_PENALTY)
+    rarity = _rarity([of_question[0][0] for of_question in seen.words])
+    word_weights, word_offsets = _fitted(
+        _bags(seen.words, rarity), *_Runs.of(seen.words).taught(labels, counts, outside), num_tasks, WORDS_PENALTY
+    )
     return Classifiers(center, scale, directions, mean_offsets, rarity, word_weights, word_offsets)
 
 
@@ -69,21 +85,53 @@ def left_out_odds(seen: Seen, labels: Tensor, counts: Tensor, folds: Tensor, num
     odds = torch.zeros(len(labels), 2, num_tasks)
     for fold in sorted(set(folds.tolist())):
         rest, own = (folds != fold).nonzero()[:, 0], (folds == fold).nonzero()[:, 0]
-        trained = train_classifiers(_some(seen, rest), labels[rest], counts[rest], num_tasks)
-        odds[own] = odds_of(trained, _some(seen, own))
+        trained = train_classifiers(seen.take(rest.tolist()), labels[rest], counts[rest], num_tasks)
+        odds[own] = odds_of(trained, seen.take(own.tolist()))
     return odds
 
 
 def odds_of(trained: Classifiers, seen: Seen) -> Tensor:
-    """Log-odds [n, 2, C], by means and by words."""
-    standard = (seen.means - trained.center) * trained.scale  # [n, S, F]
-    by_means = torch.einsum("nsf,csf->nc", standard, trained.directions) + trained.mean_offsets
-    by_words = _bags(seen.texts, trained.rarity).times(trained.words) + trained.word_offsets
-    return torch.stack([by_means, by_words], dim=1)
+    """Log-odds [n, 2, C], by means and by words: those of the run that has most."""
+    standard = (torch.cat(list(seen.means)) - trained.center) * trained.scale  # [m, S, F]
+    by_means = torch.einsum("nsf,csf->nc", standard, trained.directions) + trained.mean_offsets  # [m, C]
+    by_words = _bags(seen.words, trained.rarity).times(trained.words) + trained.word_offsets
+    return torch.stack([_Runs.of(seen.means).largest(by_means), _Runs.of(seen.words).largest(by_words)], dim=1)
 
 
-def _some(seen: Seen, rows: Tensor) -> Seen:
-    return Seen(seen.means[rows], [seen.texts[row] for row in rows.tolist()])
+@dataclass(frozen=True)
+class _Runs:
+    """Which of m runs, one question's after the other's, are whose."""
+
+    question: Tensor  # [m] int64
+    sizes: Tensor  # [n] int64
+
+    @classmethod
+    def of(cls, questions: Sequence[Sized]) -> _Runs:
+        sizes = torch.tensor([len(runs) for runs in questions])
+        return cls(torch.arange(len(sizes)).repeat_interleave(sizes), sizes)
+
+    @property
+    def first(self) -> Tensor:
+        """[n]: the places of the runs that are all of a question."""
+        return self.sizes.cumsum(0) - self.sizes
+
+    def largest(self, odds: Tensor) -> Tensor:
+        """[n, C], from log-odds [m, C]."""
+        lost = CHANCE * self.sizes.log()[self.question]  # [m]
+        lost[self.first] = 0
+        odds = odds - lost[:, None]
+        least = odds.new_full((len(self.sizes), odds.shape[1]), -torch.inf)
+        return least.scatter_reduce(0, self.question[:, None].expand_as(odds), odds, "amax")
+
+    def taught(self, labels: Tensor, counts: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels [m] of runs, and as how many questions each counts [m], from those of questions [n].
+
+        What a question of a task says in a part of it may be no question of that task.
+        """
+        parts = counts * outside / (self.sizes - 1).clamp(min=1).sqrt()  # [n]
+        of_runs = parts[self.question]
+        of_runs[self.first] = counts
+        return labels[self.question], of_runs
 
 
 def _whitening(outside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +157,7 @@ class _Dense:
 
 @dataclass(frozen=True)
 class _Bags:
-    """The buckets of n questions, one after the other."""
+    """The buckets of n runs, one after the other."""
 
     buckets: Tensor  # int64
     amounts: Tensor
@@ -123,17 +171,17 @@ class _Bags:
         )
 
 
-def _words(texts: Sequence[str]) -> tuple[Tensor, _Bags]:
-    """How rare each bucket is [N] among these texts, and their words."""
+def _rarity(questions: Sequence[Buckets]) -> Tensor:
+    """How rare each bucket is [N] among questions that have these."""
     found = torch.zeros(BUCKETS)
-    for text in texts:
-        found[torch.from_numpy(word_counts(text)[0])] += 1
-    rarity = 1 + torch.log((1 + len(texts)) / (1 + found))
-    return rarity, _bags(texts, rarity)
+    for buckets in questions:
+        found[torch.from_numpy(buckets)] += 1
+    return 1 + torch.log((1 + len(questions)) / (1 + found))
 
 
-def _bags(texts: Sequence[str], rarity: Tensor) -> _Bags:
-    counted = [word_counts(text) for text in texts]
+def _bags(words: Sequence[Sequence[tuple[Buckets, Numbers]]], rarity: Tensor) -> _Bags:
+    """Of m runs."""
+    counted = [run for of_question in words for run in of_question]
     amounts = [weighted(counts, rarity.numpy()[buckets]) for buckets, counts in counted]
     starts = np.cumsum([0, *(len(buckets) for buckets, _ in counted)])[:-1]
     return _Bags(
@@ -146,7 +194,7 @@ def _bags(texts: Sequence[str], rarity: Tensor) -> _Bags:
 def _fitted(
     features: _Dense | _Bags, labels: Tensor, counts: Tensor, num_tasks: int, penalty: float
 ) -> tuple[Tensor, Tensor]:
-    """Weights [C, D] and offsets [C] of log-odds against none."""
+    """Weights [C, D] and offsets [C] of log-odds against none; what counts 0 is not seen."""
     weights = torch.zeros(num_tasks, features.width, requires_grad=True)
     offsets = torch.zeros(num_tasks, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights, offsets], max_iter=STEPS, line_search_fn="strong_wolfe")

@@ -1,8 +1,8 @@
 """Fit a relevance gate to questions of C tasks and to everything else.
 
 A gate of prototypes (`training`) looks for a token that is like a task's; one of two classifiers (`classifiers`) weighs
-all of a question's text. Classifiers tell more of people's own words apart, and close for the same question with a
-greeting; of questions in one form with places to fill they learn the form alone.
+a question's text, all of it and in parts. Classifiers tell more of people's own words apart; of questions in one form
+with places to fill they learn the form alone.
 
 Shapes: C tasks, n questions.
 """
@@ -12,20 +12,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from inducekv_vllm.backbone.checkpoints import Kind as ModelKind
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.gate import TurnMarks
 
 from ..backbone.model import Backbone
-from ..backbone.token_values import asked_texts, layers_of_gate, token_values
+from ..backbone.token_values import asked_texts, clause_ends_of, layers_of_gate, token_values
 from ..data.examples import Example
 from .background import everyday_requests
-from .classified import classified_gate
+from .classified import LooksAt, classified_gate
 from .classifiers import Seen
 from .encoding import encode_questions
 from .fitting_set import GateQuestion, fitting_set
@@ -33,6 +35,8 @@ from .settings import DEFAULT_MISSES, TEXT_MISSES, Kind
 from .training import Price, train_gate
 from .variations import text_of
 from .wording import in_one_form
+
+FEWEST: Final = 8  # examples of a task that classifiers are fitted to, unless they are asked for
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def fit_gate(
         near_misses: requests that look like those of a task and are not.
         misses: share of the tasks' questions that the gate may miss, of those that it was not fitted to; None for the
             default of the gate's kind.
-        kind: of the gate (default: prototypes).
+        kind: of the gate (default: see `suitable_kind`).
 
     Raises:
         ConfigError: classifiers for a model that takes pictures; a task without questions, with everyday requests as
@@ -74,7 +78,7 @@ def fit_gate(
         TaskDataError: the model's processor refuses a question.
     """
     check_questions(own, background, near_misses=near_misses)
-    by_classifiers = kind == "classifiers"
+    by_classifiers = (kind or suitable_kind(backbone.kind, own)) == "classifiers"
     if by_classifiers and backbone.kind != "text":
         raise ConfigError("a gate of classifiers is for models that take text alone, and this one takes pictures")
     tasks, allowed = tuple(own), misses_of(misses, by_classifiers)
@@ -91,12 +95,16 @@ def fit_gate(
     warnings: tuple[str, ...] = ()
     began = time.monotonic()
     if by_classifiers:
-        seen_by_them = seen(backbone, questions, layers)
+        clause_ends = clause_ends_of(backbone)
+        seen_by_them = seen(backbone, questions, layers, clause_ends)
         looked = time.monotonic()
         gate, prices, warnings = classified_gate(
-            seen_by_them, questions, torch.tensor(labels), tasks, layers, marks, allowed
+            seen_by_them, questions, torch.tensor(labels), tasks, LooksAt(layers, marks, clause_ends), allowed
         )
-        warnings = (*warnings, *_learnt_by_heart(own))
+        warnings += tuple(
+            f"the questions of {task!r} are one form with places to fill: classifiers close for any other wording"
+            for task in tasks_in_one_form(own)
+        )
     else:
         values = token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16)
         looked = time.monotonic()
@@ -122,17 +130,26 @@ def labelled_questions(
         background=background,
         near_misses=near_misses,
         pictures=backbone.kind != "text",
-        as_they_stand=by_classifiers,
+        for_classifiers=by_classifiers,
         seed=seed,
     )
     tasks = tuple(own)
     return questions, [len(tasks) if q.task is None else tasks.index(q.task) for q in questions]
 
 
-def _learnt_by_heart(own: Mapping[str, Sequence[Example]]) -> Iterator[str]:
+def suitable_kind(model: ModelKind, own: Mapping[str, Sequence[Example]]) -> Kind:
+    """Classifiers for people's own words, if there are enough and the model takes text alone.
+
+    They would learn a form by heart.
+    """
+    few = any(len(examples) < FEWEST for examples in own.values())
+    return "prototypes" if model != "text" or few or any(tasks_in_one_form(own)) else "classifiers"
+
+
+def tasks_in_one_form(own: Mapping[str, Sequence[Example]]) -> Iterator[str]:
     for task, examples in own.items():
         if in_one_form([text_of(example.messages) for example in examples]):
-            yield f"the questions of {task!r} are one form with places to fill: classifiers close for any other wording"
+            yield task
 
 
 def misses_of(misses: float | None, by_classifiers: bool) -> float:
@@ -142,11 +159,12 @@ def misses_of(misses: float | None, by_classifiers: bool) -> float:
     return TEXT_MISSES if by_classifiers else DEFAULT_MISSES
 
 
-def seen(backbone: Backbone, questions: Sequence[GateQuestion], layers: tuple[int, ...]) -> Seen:
+def seen(backbone: Backbone, questions: Sequence[GateQuestion], layers: tuple[int, ...], clause_ends: Tensor) -> Seen:
     """What classifiers see of n questions; one without text has the mean of those with some."""
-    asked = asked_texts(backbone, encode_questions(backbone, questions), layers, turn_marks(backbone.processor))
-    usual: Tensor = torch.stack([mean for mean in asked.means if mean is not None]).mean(dim=0)
-    return Seen(torch.stack([usual if mean is None else mean for mean in asked.means]), asked.texts)
+    encoded = encode_questions(backbone, questions)
+    asked = asked_texts(backbone, encoded, layers, turn_marks(backbone.processor), frozenset(clause_ends.tolist()))
+    usual: Tensor = torch.stack([means[0] for means in asked.means if means is not None]).mean(dim=0)
+    return Seen.of([usual[None] if means is None else means for means in asked.means], asked.texts)
 
 
 def _prototype_gate(

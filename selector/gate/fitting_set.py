@@ -20,13 +20,14 @@ from .wording import another_question, mentioning, other_wording, wordings
 
 FOLDS: Final = 5  # one of them is held out
 OWN: Final = 64  # examples of a task; each is asked in several ways
-TEXTS: Final = 256  # examples of a task that are asked as they stand
+TEXTS: Final = 256  # examples of a task for classifiers
 BASE: Final = 256  # base questions, at most
 BACKGROUND: Final = 1000  # of the user's, at most
 REQUESTS: Final = 1500  # everyday requests
 REWORDED: Final = 3  # of each example
 NEAR_MISSES: Final = 32  # of each task and kind
 NOISE: Final = 96
+WRAPPED: Final = 6  # of so many everyday requests, one has a phrase around it, too
 GIVEN: Final = "given near-miss"
 Part = Literal["fit", "held_out"]
 
@@ -51,7 +52,7 @@ def fitting_set(
     background: Sequence[Example] = (),
     near_misses: Sequence[Example] = (),
     pictures: bool,
-    as_they_stand: bool = False,
+    for_classifiers: bool = False,
     seed: int,
 ) -> list[GateQuestion]:
     """Questions of C tasks and of none, in a fixed order.
@@ -62,11 +63,11 @@ def fitting_set(
         background: other requests that need no memory, besides those of the package.
         near_misses: requests that look like a task's and are not.
         pictures: whether the model takes pictures.
-        as_they_stand: no example is varied, for classifiers.
+        for_classifiers: they see text alone.
     """
-    most = TEXTS if as_they_stand else OWN
+    most = TEXTS if for_classifiers else OWN
     made = _FittingSet(own, base, background, pictures, most, Random(f"gate {seed}"))
-    return [*(made.texts() if as_they_stand else made.questions()), *made.given_near_misses(near_misses)]
+    return [*(made.texts() if for_classifiers else made.questions()), *made.given_near_misses(near_misses)]
 
 
 class _FittingSet:
@@ -155,13 +156,28 @@ class _FittingSet:
                     yield self._of_no_task(text, "near-miss", number, pictured=True)
 
     def texts(self) -> Iterator[GateQuestion]:
-        """For classifiers of text, all as they stand: what is varied would teach them the phrases and the prose."""
+        """For classifiers of text: as they stand, and with phrases around them.
+
+        Requests of no task have such phrases as well, and phrases stand alone: nothing is learnt from them.
+        """
+        rng = self._rng
         for task, examples in [*self._own.items(), (None, self._base)]:
             for number, example in enumerate(examples):
-                yield GateQuestion(example.messages, (), task, "plain", _part(number), fold=number % FOLDS)
+                part, fold = _part(number), number % FOLDS
+                for kind, vary in (("plain", plain), ("wrapped", wrapped)):
+                    messages = vary(example.messages, self._phrases[part], rng)
+                    yield GateQuestion(messages, (), task, kind, part, fold=fold)
         yield from self._given_requests()
         for number, request in enumerate(self._requests):
             yield self._of_no_task(request.text, "everyday", number, pictured=False)
+            if number % WRAPPED == 0:
+                around = rng.choice(self._phrases[_part(number)].wrappers)
+                yield self._of_no_task(around.replace("{question}", request.text), "everyday", number, pictured=False)
+        for part, known in self._phrases.items():
+            phrases_alone = [wrapper.replace("{question}", "").strip() for wrapper in known.wrappers]
+            for number, text in enumerate((*filter(None, phrases_alone), *known.sentences)):
+                fold = FOLDS - 1 if part == "held_out" else number % (FOLDS - 1)
+                yield GateQuestion([message("user", text)], (), None, "phrase", part, fold=fold)
         yield from self._noise()
 
     def given_near_misses(self, examples: Sequence[Example]) -> Iterator[GateQuestion]:

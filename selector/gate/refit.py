@@ -53,8 +53,9 @@ def refit_gate(
         seed=seed,
     )
     share = misses_of(misses, by_classifiers)
-    if by_classifiers:
-        found = refitted(gate, seen(backbone, questions, gate.layers), questions, torch.tensor(labels), traffic, share)
+    if gate.clause_ends is not None:
+        seen_by_them = seen(backbone, questions, gate.layers, gate.clause_ends)
+        found = refitted(gate, seen_by_them, questions, torch.tensor(labels), traffic, share)
         return FittedGate(*found[:2], {}, share, found[2])
     values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks)
     weights, thresholds, near, prices = refit_rule(

@@ -15,7 +15,10 @@ TEXT_MISSES: Final = 0.05  # of one of classifiers
 Kind = Literal["prototypes", "classifiers"]
 GateKind = Annotated[
     Kind | None,
-    Flag("classifiers tell people's own words apart, and close for a phrase around them; default: as the bundle has"),
+    Flag(
+        "classifiers tell people's own words apart, and are for text alone; prototypes find a form with places to fill "
+        "(default: by the questions of the tasks; gate-fit: as the bundle has)"
+    ),
 ]
 Misses = Annotated[
     Annotated[float, Field(ge=0, le=0.5)] | None,
@@ -34,6 +37,6 @@ class GateSettings(Settings):
     seed: Seed = 0
 
 
-def kind_of(gate: Gate | None) -> Kind:
-    """That of the next version's gate, unless another is asked for."""
-    return "classifiers" if gate is not None and gate.classified else "prototypes"
+def kind_of(gate: Gate) -> Kind:
+    """That of a gate which is fitted again, unless another is asked for."""
+    return "classifiers" if gate.classified else "prototypes"

@@ -20,7 +20,6 @@ from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..gate.fit import FittedGate, fit_gate
-from ..gate.settings import kind_of
 from ..runtime.callback import Callback
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
@@ -78,7 +77,7 @@ def update_refined(
             near_misses=inputs.near_misses,
             misses=settings.gate_misses,
             seed=settings.seed,
-            kind=settings.gate_kind or kind_of(None if inputs.previous is None else inputs.previous.gate),
+            kind=settings.gate_kind,
         )
     counts: dict[str, Any] = {"anchors": len(inputs.anchors), "base_questions": len(inputs.base)}
     counts |= {"background_requests": len(inputs.background), "gate_misses": fitted.misses}

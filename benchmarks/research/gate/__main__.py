@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -34,6 +34,7 @@ from benchmarks.research.gate.asking import (
 from benchmarks.research.gate.table import as_json, print_gates, print_tables, rows_of
 from inducekv_vllm.errors import InduceKVError
 from selector.backbone.model import Backbone
+from selector.gate.settings import Kind
 from selector.runtime.files import replace_file
 from server.demo import CHECKPOINT
 
@@ -87,7 +88,7 @@ def measured_gates(options: argparse.Namespace, suite: Suite, backbone: Backbone
         gate = of_bundle(options.bundle, backbone)
         return suite.ordered(gate.gate.tasks), [gate]
     suite = suite.in_order(options.order) if options.order else order_of(suite)
-    return suite, [fitted(backbone, suite, seed, options.misses) for seed in options.seed]
+    return suite, [fitted(backbone, suite, seed, options.misses, options.gate_kind) for seed in options.seed]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="the suite's data, made there if they are not (default: in the cache)")
     add("--seed", nargs="+", type=int, default=[0, 1, 2], help="a gate is fitted for each (default: 0 1 2)")
     add("--misses", type=float, help="of own questions (default: that of `fit_gate`)")
+    add("--gate-kind", choices=get_args(Kind), help="(default: that of `fit_gate`)")
     add("--bundle", type=Path, metavar="FILE", help="measure the gate of this bundle; none is fitted")
     add("--tests", type=int, metavar="N", help="test questions of each task and of the base, at most (default: all)")
     add("--threads", type=int, default=0, help="of torch (default: its own choice)")

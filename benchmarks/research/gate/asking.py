@@ -25,6 +25,7 @@ from selector.data.examples import Example
 from selector.gate.encoding import encode_questions
 from selector.gate.fit import fit_gate
 from selector.gate.fitting_set import GateQuestion
+from selector.gate.settings import Kind
 
 AT_ONCE: Final = 256  # questions whose token values are held
 NEAR_MISSES: Final = {"demo": "demo", "demo-search": "demo", "real-text": "text", "real-pictures": "pictures"}
@@ -86,9 +87,9 @@ def order_of(suite: Suite) -> Suite:
     return suite.ordered(order) if order else suite
 
 
-def fitted(backbone: Backbone, suite: Suite, seed: int, misses: float | None) -> MeasuredGate:
+def fitted(backbone: Backbone, suite: Suite, seed: int, misses: float | None, kind: Kind | None = None) -> MeasuredGate:
     """The gate after the last task of the stream."""
-    found = fit_gate(backbone, questions_at_the_end(suite, seed), suite.base.train, misses=misses, seed=seed)
+    found = fit_gate(backbone, questions_at_the_end(suite, seed), suite.base.train, misses=misses, seed=seed, kind=kind)
     prices = {f"{price.misses:g}": price.opened for price in found.prices}
     return MeasuredGate(
         found.gate, {"seed": seed, "misses": found.misses, "seconds": dict(found.seconds), "prices": prices}

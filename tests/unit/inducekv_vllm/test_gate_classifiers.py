@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from zlib import crc32
@@ -13,8 +14,21 @@ import torch
 
 from inducekv_vllm.bundle import Gate, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError
-from inducekv_vllm.gate import BUCKETS, MeanScores, TokenScores, TurnMarks, WordScores, as_evidence, prompt_evidence
+from inducekv_vllm.gate import (
+    BUCKETS,
+    RANGE,
+    MeanScores,
+    TokenScores,
+    TurnMarks,
+    WordScores,
+    as_evidence,
+    ends_clause,
+    prompt_evidence,
+    runs_of_tokens,
+    runs_of_words,
+)
 from inducekv_vllm.gate import evidence as evidence_module
+from inducekv_vllm.gate.clauses import runs
 from inducekv_vllm.gate.words import MOST_WORDS, word_counts
 from tests.bundles import classified_gate, random_gated_bundle
 
@@ -22,7 +36,7 @@ K, S, F = 3, 2, 16
 
 
 def test_the_words_of_a_text() -> None:
-    buckets, counts = word_counts("Go, GO on")
+    buckets, counts = word_counts(["go", "go", "on"])
     pieces = Counter(["w go", "w go", "w on", "w go go", "w go on"])
     for word in ("go", "go", "on"):
         spaced = f" {word} "
@@ -36,8 +50,8 @@ def test_the_words_of_a_text() -> None:
 
 def test_a_long_text_is_seen_at_both_ends() -> None:
     words = [f"word{number}" for number in range(3 * MOST_WORDS)]
-    ends = " ".join(words[: MOST_WORDS // 2] + words[-MOST_WORDS // 2 :])
-    assert word_counts(" ".join(words))[0].tolist() == word_counts(ends)[0].tolist()
+    ends = words[: MOST_WORDS // 2] + words[-MOST_WORDS // 2 :]
+    assert word_counts(words)[0].tolist() == word_counts(ends)[0].tolist()
 
 
 @pytest.mark.parametrize("text", ["", "?!", "What is it?"])
@@ -45,7 +59,7 @@ def test_log_odds_of_words(text: str) -> None:
     rng = np.random.default_rng(0)
     rarity = rng.random(BUCKETS).astype(np.float32) + 0.5
     weights, offsets = (rng.standard_normal(shape).astype(np.float32) for shape in ((K, BUCKETS), K))
-    buckets, counts = word_counts(text)
+    buckets, counts = word_counts(re.findall(r"\w+", text.lower()))
     vector = np.zeros(BUCKETS)
     vector[buckets] = counts * rarity[buckets]
     vector /= np.linalg.norm(vector) or 1
@@ -57,40 +71,125 @@ def test_log_odds_of_words(text: str) -> None:
 def mean_scores() -> MeanScores:
     generator = torch.Generator().manual_seed(0)
     center, scale = torch.randn(S, F, generator=generator), torch.rand(S, F, generator=generator) + 0.5
-    return MeanScores(center, scale, torch.randn(K, S, F, generator=generator) / 4, torch.tensor([-1.0, 0.0, 2.0]))
+    return MeanScores(
+        center,
+        scale,
+        torch.randn(K, S, F, generator=generator) / 4,
+        torch.tensor([-1.0, 0.0, 2.0]),
+        frozenset({20, 30}),
+    )
 
 
 def test_ranks_add_up() -> None:
-    scores, mean = mean_scores(), torch.randn(S, F, generator=torch.Generator().manual_seed(1))
+    scores, means = mean_scores(), torch.randn(4, S, F, generator=torch.Generator().manual_seed(1))
     parts = (slice(0, 8), slice(8, 16))
     ranks = [
-        MeanScores(scores.center[:, p], scores.scale[:, p], scores.directions[:, :, p], scores.offsets) for p in parts
+        MeanScores(
+            scores.center[:, p], scores.scale[:, p], scores.directions[:, :, p], scores.offsets, scores.clause_ends
+        )
+        for p in parts
     ]
     sums: list[torch.Tensor] = []
     for rank, part in zip(ranks, parts, strict=True):
-        rank.evidence(mean[:, part], lambda own: sums.append(own) or own)  # type: ignore[func-returns-value]
+        rank.evidence(means[:, :, part], lambda own: sums.append(own) or own)  # type: ignore[func-returns-value]
     total = torch.stack(sums).sum(dim=0)
     for rank, part in zip(ranks, parts, strict=True):
-        torch.testing.assert_close(rank.evidence(mean[:, part], lambda own: total), scores.evidence(mean))
-    assert bool(scores.evidence(mean).gt(0).any())
+        torch.testing.assert_close(rank.evidence(means[:, :, part], lambda own: total), scores.evidence(means))
+    assert bool(scores.evidence(means).gt(0).any())
 
 
 @pytest.mark.parametrize("num_text", [0, 3, 40])
 @pytest.mark.parametrize("with_prototypes", [False, True])
 def test_the_evidence_of_a_prompt(num_text: int, with_prototypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text alone is in the mean, however many pieces it is read in."""
+    """Its text alone is in the means, however many pieces it is read in."""
     monkeypatch.setattr(evidence_module, "PIECE", 17)
-    token_ids = [9, *range(10, 10 + num_text), 5, 5]
+    token_ids = [9, *range(10, 10 + num_text), 5, 5]  # of 40, a clause ends with the 11th and the 21st
     values = torch.randn(len(token_ids), S, F, generator=torch.Generator().manual_seed(2))
     means, P = mean_scores(), 2 if with_prototypes else 0
     prototypes = torch.nn.functional.normalize(torch.randn(S, P, F, generator=torch.Generator().manual_seed(3)), dim=2)
     tokens = TokenScores(means.center, means.scale, prototypes, torch.zeros(S, P))
     arguments = (token_ids, TurnMarks((9,), None), tokens, {5}, lambda at: values[at], lambda sums: sums)
     found = prompt_evidence(*arguments, means)
-    mean = values[1 : 1 + num_text].mean(dim=0) if num_text else means.center
-    torch.testing.assert_close(found[S * P :], means.evidence(mean))
+    text = values[1 : 1 + num_text]
+    runs = [text[a:b].mean(dim=0) for a, b in ((0, 40), (0, 11), (0, 21), (11, 21), (11, 40), (21, 40))]
+    expected = {0: means.center[None], 3: text.mean(dim=0)[None], 40: torch.stack(runs)}[num_text]
+    torch.testing.assert_close(found[S * P :], means.evidence(expected))
     if with_prototypes:
         torch.testing.assert_close(found[: S * P], prompt_evidence(*arguments))
+
+
+# Runs of clauses
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", [""]),
+        ("?!", [""]),
+        ("What is it?", ["what is it"]),
+        ("Hi! What is it?", ["hi what is it", "what is it"]),
+        (
+            "hello, quick question: what is it",
+            ["hello quick question what is it", "hello quick question", *["what is it"]],
+        ),
+        (
+            "At 3.14 p.m. he (my son!) ran off",
+            ["at 3 14 p m he my son ran off", "at 3 14 p m", "he my son ran off", "he my son"],
+        ),
+        ("one two\nthree four five", ["one two three four five", "three four five"]),
+    ],
+)
+def test_runs_of_words(text: str, expected: list[str]) -> None:
+    found = [" ".join(words) for words in runs_of_words(text)]
+    assert found[0] == expected[0]
+    assert sorted(set(expected[1:])) == sorted(run for run in found[1:] if run in expected)
+    assert len(found) == len(set(found))
+
+
+def test_runs_are_of_a_few_clauses_at_either_end() -> None:
+    ends = list(range(4, 4 * 30 + 1, 4))
+    found = list(runs(ends))
+    assert found[0] == range(120)
+    assert {len(run) // 4 for run in found[1:]} == {1, 2, 3}
+    seen = {place // 4 for run in found[1:] for place in run}
+    assert seen == {*range(6), *range(24, 30)}
+    assert all(run.stop <= 24 or run.start >= 96 for run in found[1:])
+    assert list(runs([2, 5])) == [range(5), range(2, 5)]  # two words are no run
+    assert list(runs([0])) == [range(0)]
+
+
+@pytest.mark.parametrize(
+    ("token", "ends"),
+    [
+        (".", True),
+        ("?\n", True),
+        (" said,", True),
+        ('!"', True),
+        ("\n\n", True),
+        ("。", True),
+        ("3.1", False),
+        (" a", False),
+    ],
+)
+def test_tokens_that_end_a_clause(token: str, ends: bool) -> None:
+    assert ends_clause(token) == ends
+
+
+def test_tokens_and_words_have_the_same_clauses() -> None:
+    words = ["hi", ",", "who", "goes", "there", "?", "it", "is", "me", "."]
+    found = runs_of_tokens(list(range(len(words))), {at for at, word in enumerate(words) if ends_clause(word)})
+    spoken = [" ".join(words[at] for at in run if words[at].isalpha()) for run in found]
+    assert spoken == [" ".join(run) for run in runs_of_words("Hi, who goes there? It is me.")]
+
+
+def test_the_best_run_counts_if_it_is_better_than_by_chance() -> None:
+    scores = mean_scores()
+    means = torch.randn(6, S, F, generator=torch.Generator().manual_seed(4)) + scores.center
+    alone = [scores.evidence(mean[None]) for mean in means]
+    lost = 0.5 * math.log(6) / (2 * RANGE)
+    expected = torch.stack([alone[0], *((each - lost).clamp(min=0) for each in alone[1:])]).amax(dim=0)
+    torch.testing.assert_close(scores.evidence(means), expected)
+    assert not torch.equal(expected, alone[0])
 
 
 # In a file
@@ -115,7 +214,8 @@ def test_a_file_keeps_them(tmp_path: Path) -> None:
         ({"words": torch.zeros(K, 5)}, "gate_words must be"),
         ({"directions": torch.full((K, 2, 16), torch.nan)}, "gate_directions contains NaN"),
         ({"words": None}, "needs all of its tensors"),
-        (dict.fromkeys(("directions", "rarity", "words", "offsets")), "prototypes or classifiers"),
+        ({"clause_ends": None}, "needs all of its tensors"),
+        (dict.fromkeys(("directions", "rarity", "words", "offsets", "clause_ends")), "prototypes or classifiers"),
     ],
 )
 def test_what_a_bundle_refuses(changes: dict[str, torch.Tensor | None], problem: str) -> None:

@@ -10,13 +10,13 @@ import torch
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.backbone.turns import message, turn_marks
-from inducekv_vllm.gate import deciding_tokens, last_averaged
+from inducekv_vllm.gate import deciding_tokens, last_averaged, runs_of_tokens
 from selector.backbone import token_values as token_values_module
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.scoring import Scorer
-from selector.backbone.token_values import asked_texts, evidence_of, token_values
+from selector.backbone.token_values import asked_texts, clause_ends_of, evidence_of, token_values
 from selector.data.examples import Example
 from tests.bundles import decided_gate, random_gate
 from tests.gates import bundle_behind
@@ -73,15 +73,18 @@ def check_means(backbone: Backbone, examples: list[Example], layers: tuple[int, 
     turns = [[asked[0]], [asked[1]], [message("system", "Be brief."), asked[2]], [asked[3]]]
     encoded = [backbone.encode(messages, []) for messages in turns]
     encoded += [backbone.encode_example(example) for example in examples[:2]]
-    found = asked_texts(backbone, encoded, layers, marks)
+    found = asked_texts(backbone, encoded, layers, marks, clause_ends := clause_ends_of(backbone).tolist())
+    assert max(0 if means is None else len(means) for means in found.means[:4]) > 2  # runs of clauses
     modules = decoder(backbone.model).layers
     assert [text.strip() for text in found.texts[:4]] == ["What is it?", "Who goes there, and why?", "Go", "What now?"]
-    for inputs, mean in zip(encoded, found.means, strict=True):
+    for inputs, means in zip(encoded, found.means, strict=True):
         hidden = backbone.model(**inputs, output_hidden_states=True).hidden_states
         text = deciding_tokens(inputs["input_ids"][0].tolist(), marks, placeholders).text
         of_all = [modules[at].self_attn.v_proj(modules[at].input_layernorm(hidden[at]))[0, text] for at in layers]
-        assert mean is not None
-        torch.testing.assert_close(mean, torch.stack([each.mean(dim=0) for each in of_all]), rtol=1e-4, atol=1e-4)
+        runs = runs_of_tokens(inputs["input_ids"][0, text].tolist(), clause_ends)
+        expected = [torch.stack([each[list(run)].mean(dim=0) for each in of_all]) for run in runs]
+        assert means is not None
+        torch.testing.assert_close(means, torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_evidence_does_not_depend_on_the_batch(llava: Backbone, examples: list[Example]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,17 +11,29 @@ from torch import Tensor
 
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.gate import RANGE, TurnMarks
-from selector.gate.classified import classified_gate, refitted, threshold
+from selector.gate.classified import LooksAt, classified_gate, refitted, threshold
 from selector.gate.classifiers import Seen, left_out_odds, odds_of, train_classifiers
 from selector.gate.fitting_set import FOLDS, GateQuestion
 
 S, F, EACH = 2, 6, 60
 TASKS = ("a", "b")
-NO_MARKS = TurnMarks((), None)
+LOOKS_AT = LooksAt((0, 3), TurnMarks((), None), torch.tensor([3]))
 WORDS = ("apple", "bread"), ("chair", "door"), ("river", "song", "stone", "lamp", "cloud", "paper")
 
 
-def made(seed: int = 0, each: int = EACH) -> tuple[Seen, list[GateQuestion], Tensor]:
+@dataclass(frozen=True)
+class Asked:
+    """n questions without clauses."""
+
+    means: Sequence[Tensor]  # [S, F] each
+    texts: Sequence[str]
+
+    @property
+    def seen(self) -> Seen:
+        return Seen.of([mean[None] for mean in self.means], self.texts)
+
+
+def made(seed: int = 0, each: int = EACH) -> tuple[Asked, list[GateQuestion], Tensor]:
     """Questions of two tasks and of none: words and means of their own, with some of none's mixed in."""
     generator = torch.Generator().manual_seed(seed)
     texts, means, questions, labels = [], [], [], []
@@ -35,36 +48,36 @@ def made(seed: int = 0, each: int = EACH) -> tuple[Seen, list[GateQuestion], Ten
             part = "held_out" if number % FOLDS == FOLDS - 1 else "fit"
             questions.append(GateQuestion([], (), task, kind, part, fold=number % FOLDS))
             labels.append(label)
-    return Seen(torch.stack(means), texts), questions, torch.tensor(labels)
+    return Asked(means, texts), questions, torch.tensor(labels)
 
 
-def evidence(gate: Gate, seen: Seen) -> Tensor:
+def evidence(gate: Gate, asked: Asked) -> Tensor:
     """[n, H]"""
     means, words = gate.mean_scores, gate.word_scores
     assert means is not None
     assert words is not None
     rows = [
-        torch.cat([means.evidence(mean), torch.from_numpy(words.evidence(text))])
-        for mean, text in zip(seen.means, seen.texts, strict=True)
+        torch.cat([means.evidence(mean[None]), torch.from_numpy(words.evidence(text))])
+        for mean, text in zip(asked.means, asked.texts, strict=True)
     ]
     return torch.stack(rows)
 
 
-def margins(gate: Gate, seen: Seen) -> Tensor:
+def margins(gate: Gate, asked: Asked) -> Tensor:
     """[n, C]"""
     rule = gate.rule
-    return torch.stack([torch.from_numpy(rule.decide(found).margins) for found in evidence(gate, seen).numpy()])
+    return torch.stack([torch.from_numpy(rule.decide(found).margins) for found in evidence(gate, asked).numpy()])
 
 
 @pytest.fixture(scope="module")
 def gate() -> Gate:
-    seen, questions, labels = made()
-    return classified_gate(seen, questions, labels, TASKS, (0, 3), NO_MARKS, 0.05)[0].stored()
+    asked, questions, labels = made()
+    return classified_gate(asked.seen, questions, labels, TASKS, LOOKS_AT, 0.05)[0].stored()
 
 
 def test_new_questions_are_routed_and_others_stay_out(gate: Gate) -> None:
-    seen, _, labels = made(seed=1)
-    found = [gate.rule.decide(each) for each in evidence(gate, seen).numpy()]
+    asked, _, labels = made(seed=1)
+    found = [gate.rule.decide(each) for each in evidence(gate, asked).numpy()]
     own = [decision.task == TASKS[label] for decision, label in zip(found, labels.tolist(), strict=True) if label < 2]
     others = [decision.task is not None for decision, label in zip(found, labels.tolist(), strict=True) if label == 2]
     assert sum(own) / len(own) >= 0.9
@@ -73,18 +86,22 @@ def test_new_questions_are_routed_and_others_stay_out(gate: Gate) -> None:
 
 
 def test_margins_are_the_mean_of_both_log_odds_less_the_threshold() -> None:
-    seen, questions, labels = made()
-    gate = classified_gate(seen, questions, labels, TASKS, (0, 3), NO_MARKS, 0.05)[0]
+    asked, questions, labels = made()
+    seen = asked.seen
+    gate = classified_gate(seen, questions, labels, TASKS, LOOKS_AT, 0.05)[0]
     counts = torch.where(labels < 2, 64 / EACH, 1.0)
     odds = odds_of(train_classifiers(seen, labels, counts, 2), seen).clamp(-RANGE, RANGE)  # [n, 2, C]
     left_out = left_out_odds(seen, labels, counts, torch.tensor([q.fold for q in questions]), 2)
     chosen = threshold(0.4 * left_out[:, 0] + 0.6 * left_out[:, 1], labels.where(labels < 2, -1), 0.05)
     expected = 0.4 * odds[:, 0] + 0.6 * odds[:, 1] - chosen
-    torch.testing.assert_close(margins(gate, seen), expected.double(), rtol=0, atol=0.02)  # words are stored in float16
+    torch.testing.assert_close(
+        margins(gate, asked), expected.double(), rtol=0, atol=0.02
+    )  # words are stored in float16
 
 
 def test_a_fold_is_not_seen_by_those_who_judge_it() -> None:
-    seen, _, labels = made()
+    asked, _, labels = made()
+    seen = asked.seen
     folds, counts = torch.arange(len(labels)) % FOLDS, torch.ones(len(labels))
     found = left_out_odds(seen, labels, counts, folds, 2)
     other = labels.clone()
@@ -107,21 +124,21 @@ def test_a_share_of_new_questions_is_missed(misses: float) -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    seen, questions, labels = made()
-    problems = classified_gate(seen, questions, labels, TASKS, (0, 3), NO_MARKS, 0.05)[2]
+    asked, questions, labels = made()
+    problems = classified_gate(asked.seen, questions, labels, TASKS, LOOKS_AT, 0.05)[2]
     assert problems == ()
     drawn = torch.randint(2, (2 * EACH,), generator=torch.Generator().manual_seed(0))
     mixed_up = torch.cat([drawn, labels[2 * EACH :]])  # nothing tells one task from the other
     tasks = [TASKS[label] if label < 2 else None for label in mixed_up.tolist()]
-    asked = [replace(question, task=task) for question, task in zip(questions, tasks, strict=True)]
-    problems = classified_gate(seen, asked, mixed_up, TASKS, (0, 3), NO_MARKS, 0.05)[2]
+    questions = [replace(question, task=task) for question, task in zip(questions, tasks, strict=True)]
+    problems = classified_gate(asked.seen, questions, mixed_up, TASKS, LOOKS_AT, 0.05)[2]
     assert any("the tasks 'a' and 'b' are too near" in problem for problem in problems)
 
 
 def test_traffic_that_opens_the_gate_is_kept_out_by_another_rule(gate: Gate) -> None:
-    seen, questions, labels = made()
+    asked, questions, labels = made()
     traffic = evidence(gate, made(seed=3)[0])[-EACH:]
-    after, prices, _ = refitted(gate, seen, questions, labels, traffic, 0.05)
+    after, prices, _ = refitted(gate, asked.seen, questions, labels, traffic, 0.05)
     for name in ("center", "scale", "directions", "words", "rarity", "offsets"):
         assert getattr(after, name) is getattr(gate, name)
     assert after.token_digest == gate.token_digest
@@ -133,12 +150,51 @@ def test_traffic_that_opens_the_gate_is_kept_out_by_another_rule(gate: Gate) -> 
 
 
 def test_a_gate_of_fewer_tasks_goes_on_with_its_classifiers(gate: Gate) -> None:
-    seen = made(seed=5)[0]
+    asked = made(seed=5)[0]
     alone = gate.take({"b"})
-    torch.testing.assert_close(margins(alone, seen)[:, 0], margins(gate, seen)[:, 1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(margins(alone, asked)[:, 0], margins(gate, asked)[:, 1], rtol=0, atol=1e-5)
     again, questions, labels = made()
     kept = [row for row, question in enumerate(questions) if question.task != "a"]
-    rest = Seen(again.means[kept], [again.texts[row] for row in kept])
-    traffic = evidence(alone, seen)[-EACH:]
+    rest = again.seen.take(kept)
+    traffic = evidence(alone, asked)[-EACH:]
     after = refitted(alone, rest, [questions[row] for row in kept], (labels[kept] - 1), traffic, 0.05)[0]
-    assert float((margins(after, seen)[EACH : 2 * EACH] >= 0).float().mean()) >= 0.8
+    assert float((margins(after, asked)[EACH : 2 * EACH] >= 0).float().mean()) >= 0.8
+
+
+def test_what_is_asked_behind_a_greeting_is_seen(gate: Gate) -> None:
+    """And a question of a task that has something of none in it is one of that task."""
+    asked, _, labels = made(seed=6)
+    other = asked.means[-1]
+    own = [row for row, label in enumerate(labels.tolist()) if label < 2][::7]
+    greeted = Asked(
+        [torch.stack([(asked.means[row] + other) / 2, other, asked.means[row]]) for row in own],
+        [f"Lamp and stone. {asked.texts[row]}" for row in own],
+    )
+    means, words = gate.mean_scores, gate.word_scores
+    assert means is not None
+    assert words is not None
+    opened = []
+    for row, mean, text in zip(own, greeted.means, greeted.texts, strict=True):
+        label, of_words = labels[row], torch.from_numpy(words.evidence(text))
+        found = [gate.rule.decide(torch.cat([means.evidence(each), of_words]).numpy()) for each in (mean, mean[:1])]
+        assert found[0].margins[label] > found[1].margins[label]
+        opened.append([decision.task == TASKS[label] for decision in found])
+    with_runs, without = map(sum, zip(*opened, strict=True))
+    assert with_runs > 0.8 * len(own) > without
+
+
+def test_parts_of_what_belongs_to_none_are_taught_and_parts_of_a_task_are_not() -> None:
+    asked, _, labels = made()
+    counts = torch.ones(len(labels))
+    part = torch.full((1, S, F), 9.0)
+
+    def offered(label: int) -> Tensor:
+        """Directions, with a run that one question has besides."""
+        row = labels.tolist().index(label)
+        means = [mean[None] for mean in asked.means]
+        means[row] = torch.cat([means[row], part])
+        return train_classifiers(Seen.of(means, asked.texts), labels, counts, 2).directions
+
+    without = train_classifiers(asked.seen, labels, counts, 2).directions
+    torch.testing.assert_close(offered(0), without, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(offered(2), without, rtol=1e-3, atol=1e-3)

@@ -77,23 +77,33 @@ def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
 
 
 @pytest.mark.parametrize("examples", [4, 20])
-def test_classifiers_are_asked_everything_as_it_stands(examples: int) -> None:
+def test_classifiers_are_asked_everything_as_it_stands_and_with_phrases_around_it(examples: int) -> None:
     given, requests = asked("x", ["Which guild is the oldest?", "What is a guild?"]), asked("y", ["Hi!"])
     own = {"guild": guild()[:examples]}
     questions = fitting_set(
-        own, base(), background=requests, near_misses=given, pictures=False, as_they_stand=True, seed=0
+        own, base(), background=requests, near_misses=given, pictures=False, for_classifiers=True, seed=0
     )
-    assert [text_of(q.messages) for q in questions if q.task] == [text_of(e.messages) for e in own["guild"]]
-    assert [q.fold for q in questions if q.task] == [number % FOLDS for number in range(examples)]
-    assert Counter(q.kind for q in questions if q.task is None) == {
+    plain = [q for q in questions if q.task and q.kind == "plain"]
+    around = [q for q in questions if q.task and q.kind == "wrapped"]
+    assert [text_of(q.messages) for q in plain] == [text_of(e.messages) for e in own["guild"]]
+    assert [q.fold for q in plain] == [q.fold for q in around] == [number % FOLDS for number in range(examples)]
+    for bare, wrapped in zip(plain, around, strict=True):
+        assert text_of(bare.messages) in text_of(wrapped.messages)
+        assert text_of(bare.messages) != text_of(wrapped.messages)
+    counts = Counter(q.kind for q in questions if q.task is None)
+    assert counts.pop("phrase") > 0
+    assert counts == {
         "plain": 10,  # see `tests.gates`
+        "wrapped": 10,
         "background": 1,
-        "everyday": 40,
+        "everyday": 40 + 7,  # one of six with a phrase
         "noise": 10,
         GIVEN: 2,
     }
     known = {request.text for request in everyday_requests()}
-    assert {text_of(q.messages) for q in questions if q.kind == "everyday"} <= known
+    assert sum(text_of(q.messages) in known for q in questions if q.kind == "everyday") == 40
+    folds = [(q.part, q.fold) for q in questions if q.kind == "phrase"]  # those of a fit are not those held out
+    assert all((fold == FOLDS - 1) == (part == "held_out") for part, fold in folds)
 
 
 def test_questions_in_one_form_are_told_from_peoples_own_words() -> None:
