@@ -63,7 +63,7 @@ def random_gate(
 ) -> Gate:
     """A gate of random content; `changes` replace fields of `Gate`."""
     generator = torch.Generator().manual_seed(seed)
-    S, P, F, C = len(layers), num_prototypes, backbone.num_kv_heads * backbone.head_dim, len(tasks)
+    S, P, F, C = len(layers), num_prototypes, backbone.num_features, len(tasks)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
@@ -115,7 +115,7 @@ def decided_gate(
 
     Of a prototype and its opposite, every token is like one.
     """
-    F = backbone.num_kv_heads * backbone.head_dim
+    F = backbone.num_features
     direction = torch.nn.functional.normalize(torch.randn(F, generator=torch.Generator().manual_seed(0)), dim=0)
     fields: dict[str, Any] = {
         "center": torch.zeros(1, F),

@@ -18,6 +18,7 @@ from ..bundle import BackboneFingerprint
 from ..bundle.metadata import first_problem
 from ..errors import UnsupportedModel
 from .checkpoints import load_config, load_tokenizer, summary
+from .latents import is_latent, key_size, value_size
 from .weights import weights_digest
 
 
@@ -46,13 +47,14 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
     """
     text, name = config.get_text_config(decoder=True), config.name_or_path or config.model_type
     try:
-        heads, hidden_size = text.num_attention_heads, text.hidden_size
+        heads, hidden_size, latent = text.num_attention_heads, text.hidden_size, is_latent(text)
         return BackboneFingerprint(
             # The same wrapper around another language model is another backbone.
             architecture=f"{(config.architectures or [])[0]}/{text.model_type}",
             num_layers=text.num_hidden_layers,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or hidden_size // heads,
+            num_kv_heads=1 if latent else getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=key_size(text) if latent else getattr(text, "head_dim", None) or hidden_size // heads,
+            value_dim=value_size(text) if latent else None,
             hidden_size=hidden_size,
             rope=_canonical(text.rope_parameters),
             norm=_canonical({"eps": text.rms_norm_eps}),

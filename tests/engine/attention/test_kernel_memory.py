@@ -40,7 +40,7 @@ from tests.unit.inducekv_vllm.attention.pools import (
     store,
 )
 
-SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
+SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16, value_size=16)
 J, H, D = 2, 6, 16
 SCALE = D**-0.5
 MOST = 8  # rows of the largest graph
@@ -246,7 +246,7 @@ def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() 
 
 
 def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
-    shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12)
+    shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12, value_size=12)
     tables = KernelTables(2, 8, 1, CPU)
     pool, model = poisoned_pool(shape), SimpleNamespace()
     message = r"cannot serve memory: .*head size that is a multiple of 8 from 16 to 256, found 12"
