@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
+from ..errors import UnsupportedModel
 from .attach import AddsMemory, attach
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ..errors import UnsupportedModel
     from ..vllm_seams.runner import StepRows
     from .slots import ActingRows, RequestMemory
 
@@ -62,9 +62,27 @@ class MemoryAttention(Protocol):
 
 def attach_to_decoders(layers: Mapping[str, Attention], memory: AddsMemory) -> None:
     """Let memory act on every causal layer."""
-    for name, layer in layers.items():
-        if layer.attn_type == AttentionType.DECODER:
-            attach(layer.impl, extract_layer_index(name), memory)
+    for number, name in enumerate(decoders(layers)):
+        attach(layers[name].impl, number, memory)
+
+
+def decoders(layers: Mapping[str, Attention]) -> list[str]:
+    """The causal layers in order: memory's layer 0 is the first of them."""
+    causal = (name for name, layer in layers.items() if layer.attn_type == AttentionType.DECODER)
+    return sorted(causal, key=extract_layer_index)
+
+
+def require_layers(layers: Mapping[str, Attention], expected: Sequence[int]) -> None:
+    """Check that the causal layers are those with attention by the model's configuration.
+
+    Raises:
+        UnsupportedModel: names what was expected and found.
+    """
+    found = [extract_layer_index(name) for name in decoders(layers)]
+    if found != list(expected):
+        raise UnsupportedModel(
+            f"by its configuration the model has attention in the layers {list(expected)}, vLLM has it in {found}"
+        )
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:

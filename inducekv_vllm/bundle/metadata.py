@@ -140,6 +140,19 @@ class BackboneFingerprint(BaseModel):
     norm: dict[str, Any]
     tokenizer_digest: str
     weights_digest: str  # see `inducekv_vllm.backbone.weights`
+    # [L]: a hybrid's layers with attention, among others; None: the model has no others. Those of a dense model are not
+    # written: digests and bytes stay.
+    attention_layers: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = Field(
+        default=None, exclude_if=lambda layers: layers is None
+    )
+
+    @model_validator(mode="after")
+    def _one_number_a_layer(self) -> Self:
+        if (numbers := self.attention_layers) is None:
+            return self
+        if list(numbers) != sorted(set(numbers)) or len(numbers) != self.num_layers:
+            raise ValueError(f"attention_layers must be {self.num_layers} ascending numbers, found {list(numbers)}")
+        return self
 
     def differences(self, model: BackboneFingerprint) -> list[str]:
         """List every field in which a model differs as "field: own value, the model has another"."""

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Final, cast
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
+from ..attention.memory_attention import decoders
 from ..errors import UnsupportedModel
 from ..vllm_seams.device import Device
 
@@ -49,11 +48,12 @@ class CachedValues:
     ) -> None:
         """`view` gives the values [blocks, J, C, D] in a layer's cache: `MemoryAttention.cached_values`."""
         self._view, self._device = view, device
+        order = {name: number for number, name in enumerate(decoders(layers))}
         self._layers = {
-            extract_layer_index(name): _Layer(layers[name], number, _spec_of(group.kv_cache_spec, name))
+            order[name]: _Layer(layers[name], number, _spec_of(group.kv_cache_spec, name))
             for number, group in enumerate(kv_cache.kv_cache_groups)
             for name in group.layer_names
-            if name in layers and layers[name].attn_type == AttentionType.DECODER
+            if name in order
         }
 
     def check(self, layers: Sequence[int]) -> None:

@@ -176,7 +176,7 @@ def _pooled_projections(
     try:
         module: Any
         for layer, module in enumerate(backbone.attention_layers()):
-            norm = getattr(module, "k_norm", None)
+            norm = getattr(module, "k_norm", None) or getattr(module, "k_layernorm", None)
             handles.append(module.k_proj.register_forward_hook(keep(payload_keys[layer], norm)))
             handles.append(module.v_proj.register_forward_hook(keep(payload_values[layer], None)))
         yield

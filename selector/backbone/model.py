@@ -25,7 +25,7 @@ from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 
 from ..data.examples import Example
 from .injection import ATTENTION_NAME
-from .loading import FULL, decoder, kinds_of_attention, load_checkpoint, tokenizer_of
+from .loading import FULL, attention_layers, has_states, kinds_of_attention, load_checkpoint, tokenizer_of
 
 # A processor's outputs with one value per token; all others belong to images.
 TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -40,7 +40,7 @@ class Backbone:
 
     model: Any  # a PreTrainedModel for causal language modelling or image-text-to-text
     processor: Any  # its ProcessorMixin; its tokenizer, if the model is text-only
-    num_layers: int  # L
+    num_layers: int  # L, with attention
     num_heads: int  # H
     num_kv_heads: int  # J
     head_dim: int  # D
@@ -65,10 +65,13 @@ class Backbone:
         # Only the language model; the vision tower keeps its own attention.
         text._attn_implementation = ATTENTION_NAME
         heads = text.num_attention_heads
+        attentions = attention_layers(network)
+        for number, attention in enumerate(attentions):
+            attention.memory_layer = number  # read in `injection.attention`
         return cls(
             model=network,
             processor=processor,
-            num_layers=text.num_hidden_layers,
+            num_layers=len(attentions),
             num_heads=heads,
             num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -119,6 +122,11 @@ class Backbone:
         return tuple(layer for layer, kind in enumerate(kinds_of_attention(self.model)) if kind == FULL)
 
     @property
+    def has_states(self) -> bool:
+        """Whether the language model has layers that keep a state in place of keys and values."""
+        return has_states(self.model)
+
+    @property
     def has_windows(self) -> bool:
         return len(self.full_layers) < self.num_layers
 
@@ -142,8 +150,8 @@ class Backbone:
             )
 
     def attention_layers(self) -> list[torch.nn.Module]:
-        """The self-attention module of each of the L layers of the language model."""
-        return [layer.self_attn for layer in decoder(self.model).layers]
+        """The self-attention module of each of the L layers of the language model that have one."""
+        return attention_layers(self.model)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image.Image]) -> Inputs:
         """The prefix of one request: chat template, image tokens, generation prompt; never an answer.

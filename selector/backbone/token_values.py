@@ -123,7 +123,7 @@ def _begun(backbone: Backbone, ids: Sequence[Sequence[int]], texts: Sequence[Seq
     """None if it is not worth it, or the model cannot go on from there."""
     fronts = Counter(tuple(of_prompt[: text[0]]) for of_prompt, text in zip(ids, texts, strict=True) if text)
     front, count = fronts.most_common(1)[0] if fronts else ((), 0)
-    if backbone.kind != "text" or backbone.has_windows or len(front) < WORTH_IT or count < 2:
+    if backbone.kind != "text" or backbone.has_windows or backbone.has_states or len(front) < WORTH_IT or count < 2:
         return None
     with attention_named(backbone, USUAL):
         first = torch.tensor([list(front)], device=backbone.device)
