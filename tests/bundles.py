@@ -184,7 +184,9 @@ def as_decoupled(
     )
 
 
-def by_default(merged: Bundle, activation: Activation, heads_per_kv_head: int, scale: float = 6.0) -> Bundle:
+def by_default(
+    merged: Bundle, activation: Activation, heads_per_kv_head: int, scale: float = 6.0, map_rank: int = MAP_RANK
+) -> Bundle:
     """A merged bundle's entries in the form that `inducekv-select` makes by default.
 
     Decoupled and uniform, with maps of the attention output, behind a gate. Its one task's gate opens for every prompt.
@@ -192,5 +194,5 @@ def by_default(merged: Bundle, activation: Activation, heads_per_kv_head: int, s
     (task,) = merged.metadata.tasks
     weights, thresholds = torch.full((1, 2), 2.0), torch.full((1,), 1e-2)
     gate = decided_gate(task, merged.metadata.backbone, (task,), weights=weights, thresholds=thresholds)
-    maps = {"map_rank": MAP_RANK, "heads_per_kv_head": heads_per_kv_head}
+    maps = {"map_rank": map_rank, "heads_per_kv_head": heads_per_kv_head}
     return as_decoupled(merged, activation, scale=scale, **maps, recipe="refined", gate=gate)

@@ -24,13 +24,13 @@ from .kernels import launch
 from .kernels.geometry import KernelGeometry
 from .kernels.layout import LayerPool, StepTensors
 from .kernels.tiles import LaunchShape, Processors, idle_plan
-from .memory_attention import attach_to_decoders
+from .latent import LatentLayer
+from .memory_attention import AttentionLayer, attach_to_decoders
 from .pool import MemoryPool
 from .slots import ActingRows, RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ..vllm_seams.runner import StepRows
@@ -82,7 +82,7 @@ class KernelMemoryAttention:
         self._in_step = False
         self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
 
-    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
+    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, AttentionLayer], builders: Sequence[Any]) -> None:
         """See `MemoryAttention`."""
         try:
             check_merged(kv_cache, [(name, layer.impl) for name, layer in layers.items()], KeepsLse, self._model)
@@ -146,6 +146,16 @@ class KernelMemoryAttention:
             self._add_memory(
                 self._layers[layer], self._tables.slots, now.tensors, query, output, self_lse, scale, now.shape
             )
+
+    def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
+        """See `AddsLatentMemory`. What rows without memory have read is 0."""
+        if (now := self._launch(len(query))) is not None:
+            absorbed = latents.absorbed(query)  # [rows, H, D]
+            read = absorbed.new_zeros(*absorbed.shape[:2], latents.value_size)  # [rows, H, V]
+            self._add_memory(
+                self._layers[layer], self._tables.slots, now.tensors, absorbed, read, None, latents.scale, now.shape
+            )
+            latents.add(read, output)
 
     def _launch(self, num_rows: int) -> StepLaunch | None:
         """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""

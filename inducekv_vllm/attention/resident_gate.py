@@ -1,6 +1,7 @@
 """The part of a bundle's relevance gate that a worker applies to tokens, on its device.
 
-Shapes: S layers, K tasks that the gate's classifiers know, P prototypes of a layer, J KV heads, V size of their values, F = J V.
+Shapes: S layers, K tasks that the gate's classifiers know, P prototypes of a layer, J KV heads, V size of their values,
+F = J V.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import UnsupportedModel
+from .memory_layers import layer_kinds, layers_with_attention
 
 FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)
@@ -25,7 +27,7 @@ TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
 class TextGeometry:
     """The sizes of a language model that determine the size of a memory entry."""
 
-    num_layers: int  # L
+    num_layers: int  # L, with attention
     num_kv_heads: int  # J
     head_dim: int  # D
     hidden_size: int  # d
@@ -108,7 +110,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
             complete = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UnsupportedModel(f"transformers refuses the {config['model_type']} configuration: {error}") from error
-        return dict(complete.get_text_config(decoder=True).to_dict())
+        text = complete.get_text_config(decoder=True)
+        return {**text.to_dict(), "layer_types": layer_kinds(text)}  # which some classes compute
     for key in TEXT_CONFIG_KEYS:
         if isinstance(config.get(key), Mapping):
             return dict(config[key])
@@ -132,7 +135,7 @@ def text_geometry(config: Mapping[str, Any]) -> TextGeometry:
     hidden_size = size(text, "hidden_size")
     heads = size(text, "num_attention_heads")
     num_kv_heads = size(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
-    num_layers = size(text, "num_hidden_layers")
+    num_layers = len(layers_with_attention(layer_kinds(SimpleNamespace(**text)), size(text, "num_hidden_layers")))
     if text.get("kv_lora_rank"):
         latent, V = size(text, "kv_lora_rank"), size(text, "v_head_dim")
         per_head = TextGeometry(num_layers, num_kv_heads, V, hidden_size)

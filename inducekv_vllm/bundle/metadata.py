@@ -135,12 +135,27 @@ class BackboneFingerprint(BaseModel):
     num_layers: Size  # L
     num_kv_heads: Size  # J
     head_dim: Size  # D
-    value_dim: Size | None = Field(default=None, exclude_if=lambda size: size is None)  # V; None: D, as most models have
+    value_dim: Size | None = Field(
+        default=None, exclude_if=lambda size: size is None
+    )  # V; None: D, as most models have
     hidden_size: Size  # d
     rope: dict[str, Any]
     norm: dict[str, Any]
     tokenizer_digest: str
     weights_digest: str  # see `inducekv_vllm.backbone.weights`
+    # [L]: a hybrid's layers with attention, among others; None: the model has no others. Those of a dense model are not
+    # written: digests and bytes stay.
+    attention_layers: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = Field(
+        default=None, exclude_if=lambda layers: layers is None
+    )
+
+    @model_validator(mode="after")
+    def _one_number_a_layer(self) -> Self:
+        if (numbers := self.attention_layers) is None:
+            return self
+        if list(numbers) != sorted(set(numbers)) or len(numbers) != self.num_layers:
+            raise ValueError(f"attention_layers must be {self.num_layers} ascending numbers, found {list(numbers)}")
+        return self
 
     @property
     def value_size(self) -> int:

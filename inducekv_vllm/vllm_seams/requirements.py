@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..backbone.latents import is_latent
 from ..errors import BundleError, UnsupportedModel
 from .config import SCHEDULER_CLS
 
@@ -63,7 +62,7 @@ def check_engine(config: VllmConfig) -> None:
         (parallel.use_ubatching, "--enable-dbo or ubatches: rows with memory are found in the whole batch"),
         (model.is_diffusion, "diffusion language models: their attention is not causal"),
         (
-            is_latent(model.hf_text_config) and not model.use_mla,
+            bool(getattr(model.hf_text_config, "kv_lora_rank", None)) and not model.use_mla,
             "multi-head latent attention that vLLM computes from keys and values per head (VLLM_MLA_DISABLE=1 asks for "
             "that; of some models it knows no other way): memory consists of latents",
         ),
@@ -136,7 +135,7 @@ def check_cpu_rotation(model: nn.Module) -> None:
                 raise UnsupportedModel(
                     f"{name}: vLLM's operator for RoPE on CPUs rotates queries wrongly where keys have one head, as "
                     "latents have (its answers would be wrong without memory, too): start with "
-                    "--compilation-config '{\"custom_ops\": [\"-rotary_embedding\"]}'"
+                    '--compilation-config \'{"custom_ops": ["-rotary_embedding"]}\''
                 )
 
 
@@ -194,8 +193,8 @@ def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours
 
     if model.use_mla:
         raise UnsupportedModel(
-            "merged memory cannot be served: it shares one softmax with keys and values per head, and multi-head latent "
-            "attention (MLA) has latents; decoupled memory can"
+            "merged memory cannot be served: it shares one softmax with keys and values per head, and multi-head "
+            "latent attention (MLA) has latents; decoupled memory can"
         )
     if len(kv_cache.kv_cache_groups) != 1 or type(kv_cache.kv_cache_groups[0].kv_cache_spec) is not FullAttentionSpec:
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache.kv_cache_groups]

@@ -4,7 +4,8 @@ The cache holds them while the request runs, whoever has computed them: the requ
 one with the same prefix. Positions do not act on values, so these are what the layer's `v_proj` has given. Of latent
 attention (MLA) they are the normed latents, without the rotated part of the key that the cache has beside them.
 
-Shapes: t tokens, S layers, J KV heads of this rank, D head size, V size of a head's values, C tokens of a KV-cache block.
+Shapes: t tokens, S layers, J KV heads of this rank, D head size, V size of a head's values, C tokens of a KV-cache
+block.
 """
 
 from __future__ import annotations
@@ -17,15 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
+from ..attention.memory_attention import AttentionLayer, decoders
 from ..errors import UnsupportedModel
 from ..vllm_seams.device import Device
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # One scale for a whole layer; of any other quantised cache the scales lie elsewhere.
@@ -34,7 +33,7 @@ _FP8: Final = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8
 
 @dataclass(frozen=True)
 class _Layer:
-    attention: Attention
+    attention: AttentionLayer
     group: int  # of the KV cache
     spec: KVCacheSpec
 
@@ -45,17 +44,18 @@ class CachedValues:
     def __init__(
         self,
         kv_cache: KVCacheConfig,
-        layers: Mapping[str, Attention],
+        layers: Mapping[str, AttentionLayer],
         view: Callable[[Tensor], Tensor],
         device: Device,
     ) -> None:
         """`view` gives the values [blocks, J, C, D] in a layer's cache: `MemoryAttention.cached_values`."""
         self._view, self._device = view, device
+        order = {name: number for number, name in enumerate(decoders(layers))}
         self._layers = {
-            extract_layer_index(name): _Layer(layers[name], number, _spec_of(group.kv_cache_spec, name))
+            order[name]: _Layer(layers[name], number, _spec_of(group.kv_cache_spec, name))
             for number, group in enumerate(kv_cache.kv_cache_groups)
             for name in group.layer_names
-            if name in layers and layers[name].attn_type == AttentionType.DECODER
+            if name in order
         }
 
     def check(self, layers: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class CachedValues:
         slots: list[int] = (np.asarray(blocks, dtype=np.int64)[at // C] * C + at % C).tolist()
         return self._device.index(slots)
 
-    def _of_slots(self, layer: Attention, slots: Tensor) -> Tensor:
+    def _of_slots(self, layer: AttentionLayer, slots: Tensor) -> Tensor:
         """[t, J V] float32."""
         if isinstance(layer, MLAAttention):
             C = layer.kv_cache.shape[1]  # of [blocks, C, D]

@@ -23,13 +23,14 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_worker import Worker
 
-from ..attention.memory_attention import MemoryAttention, dtype_of
+from ..attention.memory_attention import MemoryAttention, dtype_of, require_layers
 from ..attention.pool import ENTRY_TOKENS, MemoryPool, PoolShape
 from ..attention.resident_bundle import ResidentBundle, kv_heads_of_rank
 from ..attention.resident_gate import ResidentGate
 from ..attention.slots import Slots
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.latents import value_size
+from ..backbone.memory_layers import layer_kinds, layers_with_attention
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, QuestionWords, StoredFacts
@@ -108,7 +109,7 @@ class MemoryWorker(Worker):
         kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
         shape = PoolShape(
             entries=self.settings.memory_pool_entries,
-            num_layers=self.model_config.get_num_layers(self.parallel_config),
+            num_layers=len(self._memory_layers),
             num_kv_heads=kv_heads,
             heads_per_kv_head=self.model_config.get_num_attention_heads(self.parallel_config) // kv_heads,
             head_size=self.model_config.get_head_size(),
@@ -136,12 +137,13 @@ class MemoryWorker(Worker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
-        layers = {
+        layers: dict[str, Any] = {
             name: layer
             for kind in (Attention, MLAAttention)
             for name, layer in get_layers_from_vllm_config(self.vllm_config, kind).items()
             if self._is_of_target(name)
         }
+        require_layers(layers, self._memory_layers)
         groups = itertools.chain.from_iterable(self.model_runner.attn_groups)
         builders = [builder for group in groups for builder in group.metadata_builders]
         self.attention.attach(kv_cache_config, layers, builders)
@@ -158,7 +160,6 @@ class MemoryWorker(Worker):
             self.attention,
             placeholders,
             is_alone=is_alone,
-            may_join=is_alone and len(kv_cache_config.kv_cache_groups) == 1,
         )
 
     def _all_heads(self, features: Tensor) -> Tensor:
@@ -190,6 +191,15 @@ class MemoryWorker(Worker):
         if self.model_config.use_mla:
             return value_size(self.model_config.hf_text_config)
         return self.model_config.get_head_size()
+
+    @cached_property
+    def _memory_layers(self) -> tuple[int, ...]:
+        """The numbers of the served model's layers with attention."""
+        kinds, num_layers = (
+            layer_kinds(self.model_config.hf_text_config),
+            self.model_config.get_num_layers(self.parallel_config),
+        )
+        return layers_with_attention(kinds, num_layers)
 
     def _is_of_target(self, layer: str) -> bool:
         """Whether it is the served model's, not that of a model that makes drafts for it."""

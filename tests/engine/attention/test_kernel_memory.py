@@ -69,7 +69,7 @@ class World:
             add_memory(*arguments)
 
         arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
-        model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
+        model: Any = SimpleNamespace(use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
         self.attention = KernelMemoryAttention(self.pool, self.tables, CPU, model, add_memory=record, **arguments)
 
     def begin(self, step: Step, graph_rows: int | None = None) -> None:
