@@ -109,8 +109,8 @@ def save_deepseek_v3(folder: str | Path, config: type[Any] = DeepseekV3Config, *
     """Queries through a latent of their own, experts by groups, and the settings that transformers does not write."""
     sizes = LATENT_SIZES | {"q_lora_rank": 48, "n_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
     path = save_text(folder, config, **sizes | {"num_nextn_predict_layers": 0} | settings) / "config.json"
-    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1}
-    path.write_text(json.dumps(json.loads(path.read_text()) | routing))
+    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    path.write_text(json.dumps({"first_k_dense_replace": 1} | json.loads(path.read_text()) | routing))
     return path.parent
 
 
