@@ -101,6 +101,14 @@ LATENT_SIZES = {
 }
 
 
+# vLLM's operator for RoPE on CPUs is wrong for latents; the reference backend runs on every CPU.
+ON_CPUS: dict[str, Any] = {
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+    "attention_backend": "CPU_MLA",
+    "enforce_eager": True,
+}
+
+
 def save_text(folder: str | Path, config: type[Any], **settings: Any) -> Path:
     return save_tiny_text_model(folder, lambda **numbers: config(**settings, **numbers))
 

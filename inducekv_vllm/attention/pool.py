@@ -43,6 +43,11 @@ class PoolShape:
     value_size: int  # V
 
     @property
+    def has_maps(self) -> bool:
+        """Whether bundles may have maps of the attention output: not those of latents."""
+        return self.value_size == self.head_size
+
+    @property
     def num_map_rows(self) -> int:
         """P / G: the rows of maps that fit the pool if it holds nothing else."""
         return -(-self.entries * ENTRY_TOKENS // self.heads_per_kv_head)

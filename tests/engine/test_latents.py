@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,15 +25,9 @@ from tests.engine.parity import (
     silent_below,
     text_prompts,
 )
-from tests.tiny_families import LATENT_FAMILIES
+from tests.tiny_families import LATENT_FAMILIES, ON_CPUS
 
 IN_EVERY_RUN = "deepseek-v3"
-# vLLM's operator for RoPE on CPUs is wrong for latents; the reference backend runs on every CPU.
-ON_CPUS: dict[str, Any] = {
-    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
-    "attention_backend": "CPU_MLA",
-    "enforce_eager": True,
-}
 
 
 @pytest.fixture(
