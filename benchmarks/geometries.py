@@ -14,6 +14,12 @@ class Geometry:
     hidden_size: int  # d
     intermediate_size: int  # of the MLP
     vocabulary: int  # tokens
+    latent_size: int | None = None  # V of latent attention; None: D
+
+    @property
+    def value_size(self) -> int:
+        """V"""
+        return self.head_size if self.latent_size is None else self.latent_size
 
     @property
     def heads_per_kv_head(self) -> int:
@@ -32,4 +38,10 @@ GEOMETRIES = {
     "llava-1.5-7b": Geometry(32, 32, 32, 128, 4096, 11008, 32064),
     "80m": Geometry(12, 12, 4, 64, 768, 2048, 1024),  # of no published model: what two cores can serve
     "tiny": Geometry(2, 6, 2, 64, 48, 64, 1024),
+}
+# Of latent attention (MLA), whose one KV head the kernels read as one for each 16 query heads.
+LATENT_GEOMETRIES = {
+    "deepseek-v2-lite": Geometry(27, 16, 1, 576, 2048, 10944, 102400, latent_size=512),
+    "deepseek-v3": Geometry(61, 128, 8, 576, 7168, 18432, 129280, latent_size=512),
+    "glm-4.7-flash": Geometry(47, 20, 2, 576, 2048, 10240, 154880, latent_size=512),
 }

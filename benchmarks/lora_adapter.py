@@ -30,8 +30,9 @@ SUFFIXES: Final[dict[Modules, tuple[str, ...]]] = {
 def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tasks: int) -> int:
     """Of a bundle's tensors: its entries (paper, Eq. bytes_per_entry), and the gate of the refined recipe."""
     d, L = backbone.hidden_size, backbone.num_layers
-    entries = footprint_bytes(budget, d, L, backbone.num_kv_heads, payload_tokens, backbone.head_dim)
-    features, layers = backbone.num_kv_heads * backbone.head_dim, len(layers_of_gate(L))
+    D, V = backbone.head_dim, backbone.value_dim
+    entries = footprint_bytes(budget, d, L, backbone.num_kv_heads, payload_tokens, D, V)
+    features, layers = backbone.num_kv_heads * V, len(layers_of_gate(L))
     return entries + gate_bytes(gated_tasks, features, layers)
 
 

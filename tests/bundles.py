@@ -63,7 +63,7 @@ def random_gate(
 ) -> Gate:
     """A gate of random content; `changes` replace fields of `Gate`."""
     generator = torch.Generator().manual_seed(seed)
-    S, P, F, C = len(layers), num_prototypes, backbone.num_kv_heads * backbone.head_dim, len(tasks)
+    S, P, F, C = len(layers), num_prototypes, backbone.num_features, len(tasks)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
@@ -116,7 +116,7 @@ def decided_gate(
 
     Of a prototype and its opposite, every token is like one.
     """
-    F = backbone.num_kv_heads * backbone.head_dim
+    F = backbone.num_features
     direction = torch.nn.functional.normalize(torch.randn(F, generator=torch.Generator().manual_seed(0)), dim=0)
     fields: dict[str, Any] = {
         "center": torch.zeros(1, F),
@@ -185,7 +185,9 @@ def as_decoupled(
     )
 
 
-def by_default(merged: Bundle, activation: Activation, heads_per_kv_head: int, scale: float = 6.0) -> Bundle:
+def by_default(
+    merged: Bundle, activation: Activation, heads_per_kv_head: int, scale: float = 6.0, map_rank: int = MAP_RANK
+) -> Bundle:
     """A merged bundle's entries in the form that `inducekv-select` makes by default.
 
     Decoupled and uniform, with maps of the attention output, behind a gate. Its one task's gate opens for every prompt.
@@ -193,5 +195,5 @@ def by_default(merged: Bundle, activation: Activation, heads_per_kv_head: int, s
     (task,) = merged.metadata.tasks
     weights, thresholds = torch.full((1, 2), 2.0), torch.full((1,), 1e-2)
     gate = decided_gate(task, merged.metadata.backbone, (task,), weights=weights, thresholds=thresholds)
-    maps = {"map_rank": MAP_RANK, "heads_per_kv_head": heads_per_kv_head}
+    maps = {"map_rank": map_rank, "heads_per_kv_head": heads_per_kv_head}
     return as_decoupled(merged, activation, scale=scale, **maps, recipe="refined", gate=gate)

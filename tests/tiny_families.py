@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessor,
     Gemma3Processor,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeLiteConfig,
     GotOcr2ImageProcessor,
     InternVLConfig,
     InternVLForConditionalGeneration,
@@ -81,8 +84,42 @@ QWEN2_SIZES = {"hidden_size": QWEN2_HIDDEN, "intermediate_size": 192, "head_dim"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
+# Multi-head latent attention: vLLM's for CPUs takes latents of 512 and rotated parts of 64 alone.
+LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+LATENT_SIZES = {
+    **{name: size for name, size in TEXT_SIZES.items() if name != "head_dim"},
+    **LATENTS,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": HEADS,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+# vLLM's operator for RoPE on CPUs is wrong for latents; the reference backend runs on every CPU.
+ON_CPUS: dict[str, Any] = {
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+    "attention_backend": "CPU_MLA",
+    "enforce_eager": True,
+}
+
+
 def save_text(folder: str | Path, config: type[Any], **settings: Any) -> Path:
     return save_tiny_text_model(folder, lambda **numbers: config(**settings, **numbers))
+
+
+def save_deepseek_v3(folder: str | Path, config: type[Any] = DeepseekV3Config, **settings: Any) -> Path:
+    """Queries through a latent of their own, experts by groups, and the settings that transformers does not write."""
+    sizes = LATENT_SIZES | {"q_lora_rank": 48, "n_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+    path = save_text(folder, config, **sizes | {"num_nextn_predict_layers": 0} | settings) / "config.json"
+    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    path.write_text(json.dumps({"first_k_dense_replace": 1} | json.loads(path.read_text()) | routing))
+    return path.parent
 
 
 def save_llava_onevision(folder: str | Path) -> Path:
@@ -338,5 +375,19 @@ PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "internvl": save_internvl,
     "llava-onevision-1.5": save_llava_onevision1_5,
     "deepseek-vl2": save_deepseek_vl2,
+}
+LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
+    "deepseek-v2": partial(
+        save_text,
+        config=DeepseekV2Config,
+        **LATENT_SIZES,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+    ),
+    "deepseek-v3": partial(save_deepseek_v3, first_k_dense_replace=1),
+    "glm4-moe-lite": partial(save_deepseek_v3, config=Glm4MoeLiteConfig, n_group=1),
 }
 FAMILIES = TEXT_FAMILIES | PICTURE_FAMILIES

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from benchmarks.geometries import GEOMETRIES
+from benchmarks.geometries import GEOMETRIES, LATENT_GEOMETRIES
 from benchmarks.kernels.workloads import FORMS, Case, Form, Phase, Workload, build, plan_of
 from inducekv_vllm.attention.kernels import device, launch
 from inducekv_vllm.attention.kernels.tiles import Processors
@@ -50,7 +50,7 @@ DIVISIBLE = [["tt.divisibility", 16]]  # what Triton assumes of pointers, and of
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", nargs="+", choices=sorted(GEOMETRIES), required=True)
+    parser.add_argument("--geometry", nargs="+", choices=sorted(GEOMETRIES | LATENT_GEOMETRIES), required=True)
     parser.add_argument("--capability", type=int, choices=sorted(GPUS), default=90)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
@@ -62,9 +62,11 @@ def main() -> int:
         parser.error("nothing can be compiled with TRITON_INTERPRET=1")
     fits = True
     for name in args.geometry:
-        seen = set()
-        for case, in_graph in itertools.product(cases(args.rows, args.forms), (True, False)):
-            common = (case, GEOMETRIES[name], DTYPES[args.dtype])
+        seen, geometry = set(), (GEOMETRIES | LATENT_GEOMETRIES)[name]
+        if is_latent := geometry.latent_size is not None:
+            args.forms = ["decoupled"]
+        for case, in_graph in itertools.product(cases(args.rows, args.forms, has_maps=not is_latent), (True, False)):
+            common = (case, geometry, DTYPES[args.dtype])
             kind = plan_of(*common, GPUS[args.capability], in_graph)[0].kind
             if kind in seen:
                 continue
@@ -77,11 +79,11 @@ def main() -> int:
     return 0 if fits else 1
 
 
-def cases(rows: Sequence[int], forms: Sequence[Form]) -> Iterator[Case]:
-    """A short and a long memory; decoupled memory has maps."""
+def cases(rows: Sequence[int], forms: Sequence[Form], has_maps: bool = True) -> Iterator[Case]:
+    """A short and a long memory; decoupled memory has maps, if not of latents."""
     for number, entries, form in itertools.product(rows, (4, 72), forms):
         phase: Phase = "decode" if number <= 256 else "prefill"
-        yield Case(phase, number, entries, form, map_rows=16 if form == "decoupled" else 0)
+        yield Case(phase, number, entries, form, map_rows=16 if form == "decoupled" and has_maps else 0)
 
 
 def compiled(workload: Workload, capability: int) -> dict[str, int]:

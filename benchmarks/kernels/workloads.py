@@ -99,7 +99,7 @@ class Workload:
     step: StepTensors
     pools: list[LayerPool]
     query: Tensor  # [R, H, D]
-    self_output: Tensor  # [R, H, D]
+    self_output: Tensor  # [R, H, V]
     self_lse: Tensor | None  # [R, H] float32, if the launch may be for merged memory
 
     def add_memory(self, output: Tensor, layer: int = 0) -> None:
@@ -151,13 +151,14 @@ def plan_of(
         kv_heads=geometry.kv_heads,
         heads_per_kv_head=geometry.heads_per_kv_head,
         head_size=geometry.head_size,
+        value_size=geometry.value_size,
         element_size=dtype.itemsize,
         most_tokens=max(POOL_TOKENS, case.tokens),
         processors=processors,
     )
     rows = case.memory_rows
     is_graph = case.phase == "decode" and in_graph
-    shape = engine.of_graph(case.rows, lse=True) if is_graph else engine.of_step(rows)
+    shape = engine.of_graph(case.rows, lse=engine.has_maps) if is_graph else engine.of_step(rows)
     return shape, plan_tiles(rows.slots, rows.lengths, shape)
 
 
@@ -206,8 +207,8 @@ def build(
         return (torch.randn(*shape, generator=rng, device=device, dtype=torch.float32) * size).to(dtype)
 
     def pool() -> LayerPool:
-        pages = (normal(g.kv_heads, sets * S, g.head_size) for _ in range(2))
-        width = g.heads_per_kv_head * g.head_size
+        pages = (normal(g.kv_heads, sets * S, size) for size in (g.head_size, g.value_size))
+        width = g.heads_per_kv_head * g.value_size
         maps = (normal(g.kv_heads, max(sets * M, 1), width, size=0.05) for _ in range(2)) if shape.maps else ()
         columns = (torch.full((slots + 1,), value, device=device) for value in (0.5, -0.2))
         return LayerPool(*pages, *columns, *maps)
@@ -221,7 +222,7 @@ def build(
         step=StepTensors.from_plan(plan, g.kv_heads, device),
         pools=[pool() for _ in range(layers)],
         query=normal(case.rows, g.heads, g.head_size),
-        self_output=normal(case.rows, g.heads, g.head_size),
+        self_output=normal(case.rows, g.heads, g.value_size),
         self_lse=lse,
     )
     launch.check(workload.pools[0], tables, g.heads)

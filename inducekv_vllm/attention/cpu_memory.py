@@ -12,13 +12,12 @@ from ..vllm_seams.logs import logger_of
 from ..vllm_seams.requirements import check_merged
 from .cpu_ops import packed_values
 from .decoupled import DecoupledStep, active_rows
-from .memory_attention import attach_to_decoders, dtype_of
+from .memory_attention import AttentionLayer, attach_to_decoders, dtype_of
 from .merged.cpu_backend import InduceKVCPUImpl, InduceKVCPUMetadataBuilder, probe_packed_layout
 from .slots import ActingRows, RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ..vllm_seams.runner import StepRows
@@ -36,7 +35,7 @@ class CPUMemoryAttention:
         self._model = model
         self._merged: list[ActingRows] = []  # of merged memory, in the running step
 
-    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
+    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, AttentionLayer], builders: Sequence[Any]) -> None:
         """See `MemoryAttention`."""
         try:
             check_merged(kv_cache, [(name, layer.impl) for name, layer in layers.items()], InduceKVCPUImpl, self._model)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .cpu_ops import finite_or, fused_attention, is_finite
+from .latent import LatentLayer
 from .resident_bundle import LayerMemory
 from .slots import ActingRows, RequestMemory
 
@@ -66,6 +67,18 @@ class DecoupledStep:
                 _add(query[rows], picked, memory, layer, scale)
                 output[rows] = picked
 
+    def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
+        """See `AddsLatentMemory`."""
+        for active in self.active:
+            rows, memory = active.rows, active.memory
+            if layer < memory.first_layer:
+                continue
+            (read,) = attend(latents.absorbed(query[rows]), memory, layer, latents.scale)  # [R, H, V]
+            picked = output[rows]
+            latents.add((read * memory.bundle.layers[layer].value_gate).to(output.dtype), picked)
+            if not isinstance(rows, slice):
+                output[rows] = picked
+
 
 def active_rows(acting: Sequence[ActingRows]) -> list[ActiveRows]:
     """Group the rows of a step that memory acts on by memory: requests of one task share theirs."""
@@ -96,20 +109,22 @@ def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale
 
 
 def attend(query: Tensor, memory: RequestMemory, layer: int, scale: float) -> Tensor:
-    """softmax([memory logits ; 0]) [values ; 0] for query [R, H, D]: [J, R, G, D] float32.
+    """softmax([memory logits ; 0]) [values ; 0] for query [R, H, D]: [J, R, G, V] float32.
 
     It is attention to the memory alone, times that memory's share of the whole softmax. The G query heads of a KV head
     are folded into the rows, so K is not repeated.
     """
-    keys, values = memory.read(layer)  # [J, S, D]
+    keys, values = memory.read(layer)  # [J, S, D] and [J, S, V]
     mask = memory.biased_log_weight  # [L, S]
     R, H, D = query.shape
-    J = keys.shape[0]
+    J, V = keys.shape[0], values.shape[-1]
+    if V < D:  # the kernel takes one size
+        values = torch.nn.functional.pad(values, (0, D - V))
     rows = query.view(R, J, H // J, D).transpose(0, 1).reshape(1, J, -1, D)
     read, lse = fused_attention(
         rows, keys[None], values[None], None if mask is None else mask[layer, None, None, None], scale
     )
-    return (read * lse.sigmoid()[..., None]).view(J, R, -1, D)
+    return (read * lse.sigmoid()[..., None]).view(J, R, -1, D)[..., :V]
 
 
 def mapped(blocks: Tensor, stored: LayerMemory, memory: RequestMemory) -> Tensor:

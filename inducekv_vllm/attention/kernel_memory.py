@@ -24,18 +24,20 @@ from .kernels import launch
 from .kernels.geometry import KernelGeometry
 from .kernels.layout import LayerPool, StepTensors
 from .kernels.tiles import LaunchShape, Processors, idle_plan
-from .memory_attention import attach_to_decoders
+from .latent import LatentLayer
+from .memory_attention import AttentionLayer, attach_to_decoders
 from .pool import MemoryPool
 from .slots import ActingRows, RequestMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ..vllm_seams.runner import StepRows
 
 logger = logger_of(__name__)
+LATENT_ROWS = 1024  # of a prompt whose queries are taken into the space of latents at a time: they are wide there
+MOST_LATENT_HEADS = 16  # that read a latent in one program: what they have read so far stays in its registers
 
 
 class KernelMemoryAttention:
@@ -62,12 +64,14 @@ class KernelMemoryAttention:
         self._most_graph_rows, self._add_memory = most_graph_rows, add_memory
         self.most_entries: int | None = tables.most_entries
         self._tables = tables
-        self._layers = [_layer_pool(pool, tables, layer) for layer in range(pool.shape.num_layers)]
         self._num_heads = pool.shape.num_kv_heads * pool.shape.heads_per_kv_head
+        groups = 1 if pool.shape.has_maps else groups_of_heads(pool.shape.heads_per_kv_head)
+        self._layers = [_layer_pool(pool, tables, layer, groups) for layer in range(pool.shape.num_layers)]
         self._geometry = KernelGeometry(
-            kv_heads=pool.shape.num_kv_heads,
-            heads_per_kv_head=pool.shape.heads_per_kv_head,
+            kv_heads=pool.shape.num_kv_heads * groups,
+            heads_per_kv_head=pool.shape.heads_per_kv_head // groups,
             head_size=pool.shape.head_size,
+            value_size=pool.shape.value_size,
             element_size=pool.keys.element_size(),
             most_tokens=pool.shape.num_tokens,
             processors=processors,
@@ -81,8 +85,9 @@ class KernelMemoryAttention:
         self.deciding: dict[int, Callable[[], None]] = {}
         self._in_step = False
         self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
+        self._pieces: list[tuple[slice, StepLaunch]] = []  # of a step with many rows, for latents
 
-    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
+    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, AttentionLayer], builders: Sequence[Any]) -> None:
         """See `MemoryAttention`."""
         try:
             check_merged(kv_cache, [(name, layer.impl) for name, layer in layers.items()], KeepsLse, self._model)
@@ -114,6 +119,11 @@ class KernelMemoryAttention:
                 self._graphs.write(rows.graph_rows, found)
         elif found is not None:
             self._step = StepLaunch.of_step(found, self._geometry, self._device)
+            if not self._geometry.has_maps and len(found.slots) > LATENT_ROWS:
+                self._pieces = [
+                    (rows_of_piece, StepLaunch.of_step(piece, self._geometry, self._device))
+                    for rows_of_piece, piece in found.pieces(LATENT_ROWS)
+                ]
 
     def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
         """See `MemoryAttention`."""
@@ -122,7 +132,7 @@ class KernelMemoryAttention:
     def end_step(self) -> None:
         """See `MemoryAttention`."""
         self._in_step = False
-        self._step = None
+        self._step, self._pieces = None, []
         self.deciding.clear()
 
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
@@ -147,6 +157,17 @@ class KernelMemoryAttention:
                 self._layers[layer], self._tables.slots, now.tensors, query, output, self_lse, scale, now.shape
             )
 
+    def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
+        """See `AddsLatentMemory`. What rows without memory have read is 0."""
+        if (whole := self._launch(len(query))) is None:
+            return
+        pool, slots = self._layers[layer], self._tables.slots
+        for rows, now in self._pieces or [(slice(None), whole)]:
+            absorbed = latents.absorbed(query[rows])  # [rows, H, D]
+            read = absorbed.new_zeros(*absorbed.shape[:2], latents.value_size)  # [rows, H, V]
+            self._add_memory(pool, slots, now.tensors, absorbed, read, None, latents.scale, now.shape)
+            latents.add(read, output[rows])
+
     def _launch(self, num_rows: int) -> StepLaunch | None:
         """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""
         if self._in_step:
@@ -162,9 +183,11 @@ class KernelMemoryAttention:
             UnsupportedModel: a variant does not fit the GPU.
         """
         device, pool = self._device.torch_device, self._layers[0]
-        size = (1, self._num_heads, pool.keys.shape[-1])
-        query, output = (torch.zeros(size, dtype=pool.keys.dtype, device=device) for _ in range(2))
-        lse = torch.zeros(size[:2], device=device)
+        query, output = (
+            torch.zeros(1, self._num_heads, part.shape[-1], dtype=part.dtype, device=device)
+            for part in (pool.keys, pool.values)
+        )
+        lse = torch.zeros(1, self._num_heads, device=device)
         variants = self._geometry.variants(lse=self.merged_refusal is None)
         for shape in variants:
             step = StepTensors.from_plan(idle_plan(shape), self._geometry.kv_heads, device)
@@ -183,12 +206,15 @@ class KernelMemoryAttention:
         )
 
 
-def _layer_pool(pool: MemoryPool, tables: KernelTables, layer: int) -> LayerPool:
-    return LayerPool(
-        keys=pool.keys[layer],
-        values=pool.values[layer],
-        value_gate=tables.value_gate[layer],
-        bias=tables.bias[layer],
-        map_in=pool.map_rows(pool.keys[layer]),
-        map_out=pool.map_rows(pool.values[layer]),
-    )
+def groups_of_heads(heads: int) -> int:
+    """Into how few equal groups of up to MOST_LATENT_HEADS these query heads of one KV head can be divided."""
+    return next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= MOST_LATENT_HEADS)
+
+
+def _layer_pool(pool: MemoryPool, tables: KernelTables, layer: int, groups: int) -> LayerPool:
+    """A layer for the kernels; one KV head is as many as it has groups of query heads."""
+    keys, values = pool.keys[layer], pool.values[layer]
+    terms = {"value_gate": tables.value_gate[layer], "bias": tables.bias[layer]}
+    if not pool.shape.has_maps:
+        return LayerPool(keys=keys.expand(groups, -1, -1), values=values.expand(groups, -1, -1), **terms)
+    return LayerPool(keys=keys, values=values, **terms, map_in=pool.map_rows(keys), map_out=pool.map_rows(values))

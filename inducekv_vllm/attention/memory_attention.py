@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
-from .attach import AddsMemory, attach
+from ..errors import UnsupportedModel
+from .attach import attach
+from .latent import AddsLatentMemory, attach_latent
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ..errors import UnsupportedModel
     from ..vllm_seams.runner import StepRows
     from .slots import ActingRows, RequestMemory
+
+
+AttentionLayer = Attention | MLAAttention
 
 
 class MemoryAttention(Protocol):
@@ -28,7 +32,7 @@ class MemoryAttention(Protocol):
     merged_refusal: UnsupportedModel | None  # why merged memory cannot be served here; decoupled memory always can
     most_entries: int | None  # that one request may read; None: any number
 
-    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, Attention], builders: Sequence[Any]) -> None:
+    def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, AttentionLayer], builders: Sequence[Any]) -> None:
         """Act on these layers from now on; `builders` make their attention metadata. Called once, at start."""
         ...
 
@@ -60,11 +64,37 @@ class MemoryAttention(Protocol):
         ...
 
 
-def attach_to_decoders(layers: Mapping[str, Attention], memory: AddsMemory) -> None:
-    """Let memory act on every causal layer."""
-    for name, layer in layers.items():
-        if layer.attn_type == AttentionType.DECODER:
-            attach(layer.impl, extract_layer_index(name), memory)
+def attach_to_decoders(layers: Mapping[str, AttentionLayer], memory: AddsLatentMemory) -> None:
+    """Let memory act on every causal layer. Raises UnsupportedModel: one keeps what memory needs in another form."""
+    for number, name in enumerate(decoders(layers)):
+        layer = layers[name]
+        if isinstance(layer, MLAAttention):
+            attach_latent(name, layer, number, memory)
+        else:
+            attach(layer.impl, number, memory)
+
+
+def decoders(layers: Mapping[str, AttentionLayer]) -> list[str]:
+    """The causal layers in order: memory's layer 0 is the first of them."""
+    causal = (
+        name
+        for name, layer in layers.items()
+        if isinstance(layer, MLAAttention) or layer.attn_type == AttentionType.DECODER
+    )
+    return sorted(causal, key=extract_layer_index)
+
+
+def require_layers(layers: Mapping[str, AttentionLayer], expected: Sequence[int]) -> None:
+    """Check that the causal layers are those with attention by the model's configuration.
+
+    Raises:
+        UnsupportedModel: names what was expected and found.
+    """
+    found = [extract_layer_index(name) for name in decoders(layers)]
+    if found != list(expected):
+        raise UnsupportedModel(
+            f"by its configuration the model has attention in the layers {list(expected)}, vLLM has it in {found}"
+        )
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:

@@ -7,7 +7,7 @@ before they are free again: of a bundle that is gone, the pool holds nothing.
 A bundle lies in one range: its tokens, entry by entry, then its rows of maps. A row of a map is as long as G tokens and
 begins at a multiple of G: the inner halves of maps lie among the keys, their outer ones among the values.
 
-Shapes: see the package; P tokens of the pool, B entries of m tokens, r rank of a map.
+Shapes: see the package; P tokens of the pool, B entries of m tokens, r rank of a map, V size of a head's values.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ class PoolShape:
     num_kv_heads: int  # J of this rank
     heads_per_kv_head: int  # G
     head_size: int  # D
+    value_size: int  # V
+
+    @property
+    def has_maps(self) -> bool:
+        """Whether bundles may have maps of the attention output: not those of latents."""
+        return self.value_size == self.head_size
 
     @property
     def num_map_rows(self) -> int:
@@ -52,7 +58,8 @@ class PoolShape:
         return self.num_map_rows * self.heads_per_kv_head
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.num_tokens * self.head_size * dtype.itemsize
+        numbers = self.num_layers * self.num_kv_heads * self.num_tokens * (self.head_size + self.value_size)
+        return numbers * dtype.itemsize
 
 
 class MemoryPool:
@@ -69,9 +76,9 @@ class MemoryPool:
         self.shape = shape
         self.ranges = Ranges(shape.num_map_rows, self._erase)  # of G tokens each
         self._device = device
-        size = (shape.num_layers, shape.num_kv_heads, shape.num_tokens, shape.head_size)
-        self.keys = torch.zeros(size, dtype=dtype, device=device.torch_device)  # [L, J, P, D]
-        self.values = torch.zeros(size, dtype=dtype, device=device.torch_device)  # [L, J, P, D]
+        size = (shape.num_layers, shape.num_kv_heads, shape.num_tokens)
+        self.keys = torch.zeros(*size, shape.head_size, dtype=dtype, device=device.torch_device)  # [L, J, P, D]
+        self.values = torch.zeros(*size, shape.value_size, dtype=dtype, device=device.torch_device)  # [L, J, P, V]
 
     @property
     def num_free_tokens(self) -> int:
@@ -115,11 +122,12 @@ class MemoryPool:
 
     def _check_geometry(self, bundle: Bundle, heads: slice) -> None:
         L, _, J, _, D = bundle.payload_keys.shape
-        own = (self.shape.num_layers, self.shape.num_kv_heads, self.shape.head_size)
-        if own != (L, len(range(J)[heads]), D):
+        V = bundle.payload_values.shape[-1]
+        own = (self.shape.num_layers, self.shape.num_kv_heads, self.shape.head_size, self.shape.value_size)
+        if own != (L, len(range(J)[heads]), D, V):
             raise UnsupportedModel(
-                f"the memory pool has {own[0]} layers of {own[1]} KV heads of size {own[2]} on this rank, "
-                f"the bundle has {L} layers of {len(range(J)[heads])} KV heads of size {D}"
+                f"the memory pool has {own[0]} layers of {own[1]} KV heads of size {_sizes(*own[2:])} on this rank, "
+                f"the bundle has {L} layers of {len(range(J)[heads])} KV heads of size {_sizes(D, V)}"
             )
 
     def _resident(self, bundle: Bundle, region: Region, gate: ResidentGate | None) -> ResidentBundle:
@@ -148,7 +156,7 @@ class MemoryPool:
             layers=tuple(layers),
             map_rank=rank,
             region=region,
-            nbytes=2 * self.keys[:, :, : len(region.place) * G].nbytes,
+            nbytes=sum(each[:, :, : len(region.place) * G].nbytes for each in (self.keys, self.values)),
             first_token=first_token,
             first_map_row=first_map_row,
             index=BundleIndex.from_bundle(bundle),
@@ -167,7 +175,7 @@ class MemoryPool:
                 rest()
 
     def map_rows(self, layer: Tensor) -> Tensor:
-        """A layer's keys or values [J, P, D] as rows of maps: [J, P / G, G D]."""
+        """A layer's keys or values [J, P, D] as rows of maps: [J, P / G, G D]; memories of latents have no maps."""
         return layer.view(self.shape.num_kv_heads, self.shape.num_map_rows, -1)
 
     def _fill(self, layer: LayerMemory, bundle: Bundle, number: int, heads: slice) -> None:
@@ -183,6 +191,10 @@ class MemoryPool:
             assert layer.map_out is not None
             write(layer.map_in, bundle.map_in[number])
             write(layer.map_out, bundle.map_out[number].transpose(-1, -2))
+
+
+def _sizes(keys: int, values: int) -> str:
+    return str(keys) if keys == values else f"{keys} (values of {values})"
 
 
 def first_layers(bundle: Bundle) -> IntArray:

@@ -23,7 +23,7 @@ class LayerMemory:
     """What lies in one layer of the pool on this rank, and a bundle's numbers for it. The entries are in order."""
 
     keys: Tensor  # [J, B m, D], before RoPE, as at position 0
-    values: Tensor  # [J, B m, D], before the value gate
+    values: Tensor  # [J, B m, V], before the value gate; V is D but for latents (MLA)
     value_gate: float
     bias: float
     # The same memory as rows of maps of the attention output, for a bundle that has any.

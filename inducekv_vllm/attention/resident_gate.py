@@ -1,6 +1,7 @@
 """The part of a bundle's relevance gate that a worker applies to tokens, on its device.
 
-Shapes: S layers, K tasks that the gate's classifiers know, P prototypes of a layer, J KV heads, D head size, F = J D.
+Shapes: S layers, K tasks that the gate's classifiers know, P prototypes of a layer, J KV heads, V size of their values,
+F = J V.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class ResidentGate:
     means: MeanScores | None = None  # float32
 
     @classmethod
-    def load(cls, gate: Gate, heads: slice, head_size: int, is_counted: bool, device: Device) -> ResidentGate:
+    def load(cls, gate: Gate, heads: slice, value_size: int, is_counted: bool, device: Device) -> ResidentGate:
         """Copy a gate to the device, beside the running steps. Any thread may call it.
 
         Args:
             heads: the KV heads of this rank.
             is_counted: False if another rank has the same heads, and adds theirs to the sums.
         """
-        features = slice(heads.start * head_size, heads.stop * head_size)
+        features = slice(heads.start * value_size, heads.stop * value_size)
 
         def copied(stored: Tensor) -> Tensor:
             return device.upload(stored).to(torch.float32, copy=True)

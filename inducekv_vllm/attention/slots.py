@@ -131,13 +131,13 @@ class RequestMemory:
 
     @cached_property
     def views(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Each layer's keys and values [J, S, D], if they are adjacent."""
+        """Each layer's keys [J, S, D] and values [J, S, V], if they are adjacent."""
         if not isinstance(self.tokens, slice):
             return None
         return [(layer.keys[:, self.tokens], layer.values[:, self.tokens]) for layer in self.bundle.layers]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values: [J, S, D]."""
+        """A layer's keys [J, S, D] and values [J, S, V]."""
         if self.views is not None:
             return self.views[layer]
         stored = self.bundle.layers[layer]

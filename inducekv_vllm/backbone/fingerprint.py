@@ -18,6 +18,8 @@ from ..bundle import BackboneFingerprint
 from ..bundle.metadata import first_problem
 from ..errors import UnsupportedModel
 from .checkpoints import load_config, load_tokenizer, summary
+from .latents import is_latent, key_size, value_size
+from .memory_layers import memory_layers
 from .weights import weights_digest
 
 
@@ -46,25 +48,35 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
     """
     text, name = config.get_text_config(decoder=True), config.name_or_path or config.model_type
     try:
-        heads, hidden_size = text.num_attention_heads, text.hidden_size
+        heads, hidden_size, latent = text.num_attention_heads, text.hidden_size, is_latent(text)
+        layers = memory_layers(text)
         return BackboneFingerprint(
             # The same wrapper around another language model is another backbone.
             architecture=f"{(config.architectures or [])[0]}/{text.model_type}",
-            num_layers=text.num_hidden_layers,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or hidden_size // heads,
+            num_layers=len(layers),
+            num_kv_heads=1 if latent else getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=key_size(text) if latent else getattr(text, "head_dim", None) or hidden_size // heads,
+            value_dim=value_size(text) if latent else None,
             hidden_size=hidden_size,
             rope=_canonical(text.rope_parameters),
-            norm=_canonical({"eps": text.rms_norm_eps}),
+            norm=_canonical({"eps": _norm_eps(text)}),
             tokenizer_digest=tokenizer_digest(tokenizer),
             weights_digest=weights,
+            attention_layers=layers if len(layers) < text.num_hidden_layers else None,
         )
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: {error}") from error
     except (AttributeError, IndexError) as error:
         raise UnsupportedModel(f"{name}: the configuration lacks a required setting: {error}") from error
     except ValidationError as error:
         raise UnsupportedModel(f"{name}: the configuration does not fit a memory: {first_problem(error)}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModel(f"{name}: the configuration does not fit a memory: {summary(error)}") from error
+
+
+def _norm_eps(text: PretrainedConfig) -> Any:
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")  # LFM2's, Nemotron-H's
+    return getattr(text, next((name for name in names if hasattr(text, name)), names[0]))
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

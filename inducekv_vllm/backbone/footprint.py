@@ -1,7 +1,7 @@
 """The memory footprint in bytes, computed from a model's configuration (paper, Eq. bytes_per_entry).
 
-Shapes: B entries, m payload tokens, L layers, J KV heads, D head size, d hidden size. Of a relevance gate: C tasks,
-S layers, F = J D features of a token, P prototypes of a layer, H = S P.
+Shapes: B entries, m payload tokens, L layers, J KV heads, D head size, V size of a head's values, d hidden size. Of a
+relevance gate: C tasks, S layers, F = J V features of a token, P prototypes of a layer, H = S P.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import UnsupportedModel
+from .memory_layers import layer_kinds, layers_with_attention
 
 FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)
@@ -23,17 +25,20 @@ TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
 
 @dataclass(frozen=True)
 class TextGeometry:
-    """The four sizes of a language model that determine the size of a memory entry."""
+    """The sizes of a language model that determine the size of a memory entry."""
 
-    num_layers: int  # L
+    num_layers: int  # L, with attention
     num_kv_heads: int  # J
     head_dim: int  # D
     hidden_size: int  # d
+    value_dim: int | None = None  # V; None: D
+    # Of latent attention (MLA): with the keys and values of each head, which the paper's formula counts.
+    per_head: TextGeometry | None = None
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The footprint of one budget: `tokens` = B m extra KV tokens a layer, `bytes` = B (2d + 4LJmD)."""
+    """The footprint of one budget: `tokens` = B m extra KV tokens a layer, `bytes` = B (2d + 2LJm (D + V))."""
 
     budget: int
     tokens: int
@@ -44,9 +49,12 @@ class PlanRow:
         return self.bytes / 2**20
 
 
-def footprint_bytes(B: int, d: int, L: int, J: int, m: int, D: int) -> int:
-    """Bytes of B entries in float16: a retrieval key [d], and keys and values [L, J, m, D] each: B (2d + 4LJmD)."""
-    return B * (FLOAT16_BYTES * d + 2 * FLOAT16_BYTES * L * J * m * D)
+def footprint_bytes(B: int, d: int, L: int, J: int, m: int, D: int, V: int | None = None) -> int:
+    """Bytes of B entries in float16: a retrieval key [d], keys [L, J, m, D] and values [L, J, m, V].
+
+    V is D if it is None, as in all models but those of latents: that is the paper's B (2d + 4LJmD).
+    """
+    return B * FLOAT16_BYTES * (d + L * J * m * (D + (D if V is None else V)))
 
 
 def map_bytes(B: int, L: int, J: int, r: int, width: int) -> int:
@@ -81,7 +89,9 @@ def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int]
         PlanRow(
             budget=B,
             tokens=B * payload_tokens,
-            bytes=footprint_bytes(B, g.hidden_size, g.num_layers, g.num_kv_heads, payload_tokens, g.head_dim),
+            bytes=footprint_bytes(
+                B, g.hidden_size, g.num_layers, g.num_kv_heads, payload_tokens, g.head_dim, g.value_dim
+            ),
         )
         for B in budgets
     ]
@@ -100,7 +110,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
             complete = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UnsupportedModel(f"transformers refuses the {config['model_type']} configuration: {error}") from error
-        return dict(complete.get_text_config(decoder=True).to_dict())
+        text = complete.get_text_config(decoder=True)
+        return {**text.to_dict(), "layer_types": layer_kinds(text)}  # which some classes compute
     for key in TEXT_CONFIG_KEYS:
         if isinstance(config.get(key), Mapping):
             return dict(config[key])
@@ -124,12 +135,14 @@ def text_geometry(config: Mapping[str, Any]) -> TextGeometry:
     hidden_size = size(text, "hidden_size")
     heads = size(text, "num_attention_heads")
     num_kv_heads = size(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
-    return TextGeometry(
-        num_layers=size(text, "num_hidden_layers"),
-        num_kv_heads=num_kv_heads,
-        head_dim=size(text, "head_dim") if text.get("head_dim") else hidden_size // heads,
-        hidden_size=hidden_size,
-    )
+    num_layers = len(layers_with_attention(layer_kinds(SimpleNamespace(**text)), size(text, "num_hidden_layers")))
+    if text.get("kv_lora_rank"):
+        latent, V = size(text, "kv_lora_rank"), size(text, "v_head_dim")
+        per_head = TextGeometry(num_layers, num_kv_heads, V, hidden_size)
+        D = latent + size(text, "qk_rope_head_dim")
+        return TextGeometry(num_layers, 1, D, hidden_size, value_dim=latent, per_head=per_head)
+    head_dim = size(text, "head_dim") if text.get("head_dim") else hidden_size // heads
+    return TextGeometry(num_layers, num_kv_heads, head_dim, hidden_size)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class OutputMap(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: Size  # r
-    width: Size  # G D: the outputs of the query heads that share a KV head
+    width: Size  # G V: the outputs of the query heads that share a KV head
 
 
 class GateRecord(BaseModel):
@@ -136,11 +136,37 @@ class BackboneFingerprint(BaseModel):
     num_layers: Size  # L
     num_kv_heads: Size  # J
     head_dim: Size  # D
+    value_dim: Size | None = Field(
+        default=None, exclude_if=lambda size: size is None
+    )  # V; None: D, as most models have
     hidden_size: Size  # d
     rope: dict[str, Any]
     norm: dict[str, Any]
     tokenizer_digest: str
     weights_digest: str  # see `inducekv_vllm.backbone.weights`
+    # [L]: a hybrid's layers with attention, among others; None: the model has no others. Those of a dense model are not
+    # written: digests and bytes stay.
+    attention_layers: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = Field(
+        default=None, exclude_if=lambda layers: layers is None
+    )
+
+    @model_validator(mode="after")
+    def _one_number_a_layer(self) -> Self:
+        if (numbers := self.attention_layers) is None:
+            return self
+        if list(numbers) != sorted(set(numbers)) or len(numbers) != self.num_layers:
+            raise ValueError(f"attention_layers must be {self.num_layers} ascending numbers, found {list(numbers)}")
+        return self
+
+    @property
+    def value_size(self) -> int:
+        """V"""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def num_features(self) -> int:
+        """F = J V: of a token's values, which gates and pictures are told by."""
+        return self.num_kv_heads * self.value_size
 
     def differences(self, model: BackboneFingerprint) -> list[str]:
         """List every field in which a model differs as "field: own value, the model has another"."""
@@ -231,7 +257,7 @@ def _check_entries(metadata: BundleMetadata, name: str) -> None:
 
 
 def _check_pictures(metadata: BundleMetadata, name: str) -> None:
-    size = metadata.backbone.num_kv_heads * metadata.backbone.head_dim
+    size = metadata.backbone.num_features
     for fact in metadata.facts:
         if fact.picture is not None and (found := len(unpacked(fact.picture))) != size:
             raise BundleError(f"{name}: fact {fact.id!r}: a picture's state has {size} numbers, found {found}")
@@ -277,6 +303,8 @@ def _check_form(metadata: BundleMetadata, name: str) -> None:
 def _check_output_map(metadata: BundleMetadata, output_map: OutputMap, name: str) -> None:
     if metadata.form != "decoupled":
         raise BundleError(f"{name}: maps of the attention output need the decoupled form, found {metadata.form!r}")
+    if metadata.backbone.value_dim is not None:
+        raise BundleError(f"{name}: a memory of latents (MLA) has no maps of the attention output, found some")
     if output_map.width % metadata.backbone.head_dim:
         raise BundleError(
             f"{name}: a map acts on whole heads of {metadata.backbone.head_dim}, found the width {output_map.width}"

@@ -1,8 +1,9 @@
 """A bundle's tensors, their digest and their checks.
 
-Shapes: B entries, m payload tokens, L layers, J KV heads, G query heads of a KV head, D head size, d hidden size,
-r rank of a map. Of a relevance gate: C tasks, S layers, P prototypes of a layer, F = J D, N buckets of words, K
-tasks that its classifiers were fitted to, E tokens that end a clause, H = S P + 2 K.
+Shapes: B entries, m payload tokens, L layers, J KV heads, G query heads of a KV head, D head size, V size of a head's
+values, which is D but for latents (MLA), d hidden size, r rank of a map. Of a relevance gate: C tasks, S layers, P
+prototypes of a layer, F = J V, N buckets of words, K tasks that its classifiers were fitted to, E tokens that end a
+clause, H = S P + 2 K.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class Bundle:
 
     retrieval_keys: Tensor  # [B, d] float16, unit norm
     payload_keys: Tensor  # [L, B, J, m, D] float16, before RoPE
-    payload_values: Tensor  # [L, B, J, m, D] float16
+    payload_values: Tensor  # [L, B, J, m, V] float16
     temperature: Tensor  # [] float32, tau > 0
     value_gates: Tensor  # [L] float32; in (0, 1] if merged, any finite number if decoupled
     layer_bias: Tensor  # [L] float32, added to every memory logit of the layer
@@ -374,11 +375,11 @@ class Bundle:
 
 def bundle_without_entries(backbone: BackboneFingerprint, **arguments: Any) -> Bundle:
     """A bundle of task adapters or facts alone: `arguments` are the others of `Bundle.create`."""
-    no_entries = torch.zeros(backbone.num_layers, 0, backbone.num_kv_heads, 1, backbone.head_dim)  # [L, B, J, m, D]
+    shape = (backbone.num_layers, 0, backbone.num_kv_heads, 1)  # [L, B, J, m]
     return Bundle.create(
         retrieval_keys=torch.zeros(0, backbone.hidden_size),
-        payload_keys=no_entries,
-        payload_values=no_entries,
+        payload_keys=torch.zeros(*shape, backbone.head_dim),
+        payload_values=torch.zeros(*shape, backbone.value_size),
         temperature=1.0,
         value_gates=torch.ones(backbone.num_layers),
         layer_bias=torch.zeros(backbone.num_layers),
@@ -487,11 +488,11 @@ def _output_map(map_in: Tensor | None) -> OutputMap | None:
 def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
     """Return the shape that each tensor must have according to the metadata."""
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
-    payload = (backbone.num_layers, B, backbone.num_kv_heads, m, backbone.head_dim)
+    payload = (backbone.num_layers, B, backbone.num_kv_heads, m)
     gate: dict[str, tuple[int, ...]] = {}
     if (record := metadata.gate) is not None:
         S, P, C, K = len(record.layers), record.prototypes, len(metadata.gate_tasks), record.classified
-        features = (S, backbone.num_kv_heads * backbone.head_dim)
+        features = (S, backbone.num_features)
         gate = {"gate_center": features, "gate_scale": features, "gate_prototypes": (S, P, features[1])}
         gate |= {"gate_floors": (S, P), "gate_weights": (C, S * P + 2 * K), "gate_thresholds": (C,)}
         if K:
@@ -504,8 +505,8 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
         maps = {"map_in": (*each, shape.rank, shape.width), "map_out": (*each, shape.width, shape.rank)}
     return {
         "retrieval_keys": (B, backbone.hidden_size),
-        "payload_keys": payload,
-        "payload_values": payload,
+        "payload_keys": (*payload, backbone.head_dim),
+        "payload_values": (*payload, backbone.value_size),
         "temperature": (),
         "value_gates": (backbone.num_layers,),
         "layer_bias": (backbone.num_layers,),

@@ -26,8 +26,10 @@ def check_engine(config: VllmConfig) -> None:
         UnsupportedModel: names the setting and why memory would be wrong with it.
     """
     from vllm import envs
+    from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
     parallel, model = config.parallel_config, config.model_config
+    cache_dtype = config.cache_config.cache_dtype
     scheduler, events = config.scheduler_config.scheduler_cls, config.kv_events_config
     refusals = [
         (
@@ -59,7 +61,19 @@ def check_engine(config: VllmConfig) -> None:
         (parallel.prefill_context_parallel_size > 1, "context parallelism: no rank sees all rows of a prompt"),
         (parallel.use_ubatching, "--enable-dbo or ubatches: rows with memory are found in the whole batch"),
         (model.is_diffusion, "diffusion language models: their attention is not causal"),
-        (model.use_mla, "multi-head latent attention: its KV cache holds no keys and values per head"),
+        (
+            bool(getattr(model.hf_text_config, "kv_lora_rank", None)) and not model.use_mla,
+            "multi-head latent attention that vLLM computes from keys and values per head (VLLM_MLA_DISABLE=1 asks for "
+            "that; of some models it knows no other way): memory consists of latents",
+        ),
+        (
+            model.use_mla and hasattr(model.hf_text_config, "index_topk"),
+            "sparse latent attention (DSA): vLLM has it on GPUs alone, and memory beside its selection was never tried",
+        ),
+        (
+            model.use_mla and is_quantized_kv_cache(cache_dtype),
+            f"a quantised cache of latents ({cache_dtype}): a gate reads them; start with --kv-cache-dtype auto",
+        ),
         (model.is_encoder_decoder, "encoder-decoder models"),
         (
             model.quantization is not None and model.model_arch_config.quantization_config is None,
@@ -102,6 +116,26 @@ def check_cpu_weights(model: nn.Module) -> None:
                 raise UnsupportedModel(
                     f"{name} has 4-bit weights, and vLLM has no kernel for them on this CPU (cpu_gemm_wna16, which "
                     "needs AVX-512): serve a checkpoint of 16 or 32 bits here, or this one on another machine"
+                )
+
+
+def check_cpu_rotation(model: nn.Module) -> None:
+    """Refuse latent attention whose queries vLLM's operator for CPUs rotates wrongly, with memory and without.
+
+    Raises:
+        UnsupportedModel: names the layer, and the flag that cures it.
+    """
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, MultiHeadLatentAttentionWrapper) and isinstance(layer.rotary_emb, RotaryEmbedding):
+            used = getattr(layer.rotary_emb._forward_method, "__func__", None)
+            if used is RotaryEmbedding.forward_cpu:
+                raise UnsupportedModel(
+                    f"{name}: vLLM's operator for RoPE on CPUs rotates queries wrongly where keys have one head, as "
+                    "latents have (its answers would be wrong without memory, too): start with "
+                    '--compilation-config \'{"custom_ops": ["-rotary_embedding"]}\''
                 )
 
 
@@ -157,6 +191,11 @@ def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, is_quantized_kv_cache
 
+    if model.use_mla:
+        raise UnsupportedModel(
+            "merged memory cannot be served: it shares one softmax with keys and values per head, and multi-head "
+            "latent attention (MLA) has latents; decoupled memory can"
+        )
     if len(kv_cache.kv_cache_groups) != 1 or type(kv_cache.kv_cache_groups[0].kv_cache_spec) is not FullAttentionSpec:
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache.kv_cache_groups]
         raise UnsupportedModel(f"merged memory needs full attention in every layer; found KV caches of {kinds}")

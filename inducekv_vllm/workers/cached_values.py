@@ -1,9 +1,11 @@
 """The attention values of a request's tokens, read from the KV cache.
 
 The cache holds them while the request runs, whoever has computed them: the request itself, in any chunks, or an earlier
-one with the same prefix. Positions do not act on values, so these are what the layer's `v_proj` has given.
+one with the same prefix. Positions do not act on values, so these are what the layer's `v_proj` has given. Of latent
+attention (MLA) they are the normed latents, without the rotated part of the key that the cache has beside them.
 
-Shapes: t tokens, S layers, J KV heads of this rank, D head size, C tokens of a KV-cache block.
+Shapes: t tokens, S layers, J KV heads of this rank, D head size, V size of a head's values, C tokens of a KV-cache
+block.
 """
 
 from __future__ import annotations
@@ -15,15 +17,14 @@ from typing import TYPE_CHECKING, Final, cast
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
+from ..attention.memory_attention import AttentionLayer, decoders
 from ..errors import UnsupportedModel
 from ..vllm_seams.device import Device
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # One scale for a whole layer; of any other quantised cache the scales lie elsewhere.
@@ -32,7 +33,7 @@ _FP8: Final = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8
 
 @dataclass(frozen=True)
 class _Layer:
-    attention: Attention
+    attention: AttentionLayer
     group: int  # of the KV cache
     spec: KVCacheSpec
 
@@ -43,17 +44,18 @@ class CachedValues:
     def __init__(
         self,
         kv_cache: KVCacheConfig,
-        layers: Mapping[str, Attention],
+        layers: Mapping[str, AttentionLayer],
         view: Callable[[Tensor], Tensor],
         device: Device,
     ) -> None:
         """`view` gives the values [blocks, J, C, D] in a layer's cache: `MemoryAttention.cached_values`."""
         self._view, self._device = view, device
+        order = {name: number for number, name in enumerate(decoders(layers))}
         self._layers = {
-            extract_layer_index(name): _Layer(layers[name], number, _spec_of(group.kv_cache_spec, name))
+            order[name]: _Layer(layers[name], number, _spec_of(group.kv_cache_spec, name))
             for number, group in enumerate(kv_cache.kv_cache_groups)
             for name in group.layer_names
-            if name in layers and layers[name].attn_type == AttentionType.DECODER
+            if name in order
         }
 
     def check(self, layers: Sequence[int]) -> None:
@@ -74,6 +76,8 @@ class CachedValues:
         if (layer := self._layers.get(index)) is None:
             return "it has no KV cache of its own"
         attention, shape = layer.attention, layer.attention.kv_cache.shape
+        if isinstance(layer.spec, MLAAttentionSpec):
+            return None  # the start has refused other caches of latents: see `requirements`
         if type(layer.spec) is not FullAttentionSpec:
             return f"its KV cache ({type(layer.spec).__name__}) does not keep every token of a prompt"
         if attention.kv_sharing_target_layer_name is not None:
@@ -85,7 +89,7 @@ class CachedValues:
         return None
 
     def read(self, layers: Sequence[int], blocks: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
-        """The layers' values [t, S, J D] float32 of a request's tokens.
+        """The layers' values [t, S, J V] float32 of a request's tokens.
 
         Args:
             blocks: of each group of the KV cache, the request's blocks in order.
@@ -104,8 +108,11 @@ class CachedValues:
         slots: list[int] = (np.asarray(blocks, dtype=np.int64)[at // C] * C + at % C).tolist()
         return self._device.index(slots)
 
-    def _of_slots(self, layer: Attention, slots: Tensor) -> Tensor:
-        """[t, J D] float32."""
+    def _of_slots(self, layer: AttentionLayer, slots: Tensor) -> Tensor:
+        """[t, J V] float32."""
+        if isinstance(layer, MLAAttention):
+            C = layer.kv_cache.shape[1]  # of [blocks, C, D]
+            return layer.kv_cache[slots // C, slots % C, : layer.kv_lora_rank].float()
         values = self._view(layer.kv_cache)  # [blocks, J, C, D]
         C = values.shape[2]  # of the kernel's blocks, of which a block of the cache may be several
         rows = values[slots // C, :, slots % C].flatten(1)  # [t, J D]

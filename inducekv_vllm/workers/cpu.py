@@ -8,7 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
-from ..vllm_seams.requirements import check_cpu_weights, groups_adapters
+from ..vllm_seams.requirements import check_cpu_rotation, check_cpu_weights, groups_adapters
 from . import cpu_lora
 from .memory_worker import MemoryWorker
 
@@ -19,6 +19,7 @@ class InduceKVCPUWorker(MemoryWorker, CPUWorker):
             cpu_lora.install()
         super().load_model(*args, **kwargs)
         check_cpu_weights(self.get_model())
+        check_cpu_rotation(self.get_model())
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         """What a slot reads is found through the requests, without tables."""

@@ -128,18 +128,15 @@ class Decisions:
         placeholders: Collection[int],
         *,
         is_alone: bool,
-        may_join: bool,
     ) -> None:
         """
         Args:
             deciding: on the first rank; None on the others, which only help it to read the prompts.
             placeholders: the ids of tokens that stand for media.
             is_alone: whether this rank is the only one. Others would not hear in time of what is decided early.
-            may_join: whether memory may join a forward pass: the KV cache has one group.
         """
         self._requests, self._prompts, self._deciding = requests, prompts, deciding
-        self._attention, self._placeholders, self._may_join = attention, frozenset(placeholders), may_join
-        self._is_alone = is_alone
+        self._attention, self._placeholders, self._is_alone = attention, frozenset(placeholders), is_alone
 
     def close(self) -> None:
         if self._deciding is not None:
@@ -154,8 +151,7 @@ class Decisions:
         """
         if self._deciding is None or not self._is_alone or not self._requests.any_undecided:
             return
-        may_join = self._may_join and rows.graph_rows is None
-        by_layer = defaultdict[int, list[WorkerRequest]](list)
+        may_join, by_layer = rows.graph_rows is None, defaultdict[int, list[WorkerRequest]](list)
         for request in self._completing(rows):
             if self._needs_words_alone(request):
                 decision = replace(self._deciding.decide(request), same_pass=True)

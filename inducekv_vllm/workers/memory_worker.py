@@ -19,16 +19,18 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_worker import Worker
 
-from ..attention.memory_attention import MemoryAttention, dtype_of
+from ..attention.memory_attention import MemoryAttention, dtype_of, require_layers
 from ..attention.pool import ENTRY_TOKENS, MemoryPool, PoolShape
 from ..attention.resident_bundle import ResidentBundle, kv_heads_of_rank
 from ..attention.resident_gate import ResidentGate
 from ..attention.slots import Slots
 from ..backbone.fingerprint import backbone_fingerprint
+from ..backbone.latents import value_size
+from ..backbone.memory_layers import layer_kinds, layers_with_attention
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, QuestionWords, StoredFacts
@@ -107,10 +109,11 @@ class MemoryWorker(Worker):
         kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
         shape = PoolShape(
             entries=self.settings.memory_pool_entries,
-            num_layers=self.model_config.get_num_layers(self.parallel_config),
+            num_layers=len(self._memory_layers),
             num_kv_heads=kv_heads,
             heads_per_kv_head=self.model_config.get_num_attention_heads(self.parallel_config) // kv_heads,
             head_size=self.model_config.get_head_size(),
+            value_size=self._value_size,
         )
         dtype = dtype_of(self.model_config)
         # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
@@ -134,11 +137,13 @@ class MemoryWorker(Worker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
-        layers = {
+        layers: dict[str, Any] = {
             name: layer
-            for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items()
+            for kind in (Attention, MLAAttention)
+            for name, layer in get_layers_from_vllm_config(self.vllm_config, kind).items()
             if self._is_of_target(name)
         }
+        require_layers(layers, self._memory_layers)
         groups = itertools.chain.from_iterable(self.model_runner.attn_groups)
         builders = [builder for group in groups for builder in group.metadata_builders]
         self.attention.attach(kv_cache_config, layers, builders)
@@ -155,13 +160,12 @@ class MemoryWorker(Worker):
             self.attention,
             placeholders,
             is_alone=is_alone,
-            may_join=is_alone and len(kv_cache_config.kv_cache_groups) == 1,
         )
 
     def _all_heads(self, features: Tensor) -> Tensor:
         """Features [F] of all KV heads, from those of this rank's heads."""
-        heads, size = self._heads(), self.model_config.get_head_size()
-        found = features.new_zeros(self.model_config.get_total_num_kv_heads() * size)
+        heads, size = self._heads(), self._value_size
+        found = features.new_zeros(self._num_kv_heads * size)
         if self._is_first_of_heads():
             found[heads.start * size : heads.stop * size] = features
         return tensor_model_parallel_all_reduce(found)
@@ -169,12 +173,33 @@ class MemoryWorker(Worker):
     def _heads(self) -> slice:
         """The KV heads of this rank."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return kv_heads_of_rank(self.model_config.get_total_num_kv_heads(), rank, ranks)
+        return kv_heads_of_rank(self._num_kv_heads, rank, ranks)
 
     def _is_first_of_heads(self) -> bool:
         """Of the ranks that have the same heads."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return rank % max(1, ranks // self.model_config.get_total_num_kv_heads()) == 0
+        return rank % max(1, ranks // self._num_kv_heads) == 0
+
+    @property
+    def _num_kv_heads(self) -> int:
+        """Of all ranks; latents are one head, which each of them has."""
+        return 1 if self.model_config.use_mla else self.model_config.get_total_num_kv_heads()
+
+    @property
+    def _value_size(self) -> int:
+        """V"""
+        if self.model_config.use_mla:
+            return value_size(self.model_config.hf_text_config)
+        return self.model_config.get_head_size()
+
+    @cached_property
+    def _memory_layers(self) -> tuple[int, ...]:
+        """The numbers of the served model's layers with attention."""
+        kinds, num_layers = (
+            layer_kinds(self.model_config.hf_text_config),
+            self.model_config.get_num_layers(self.parallel_config),
+        )
+        return layers_with_attention(kinds, num_layers)
 
     def _is_of_target(self, layer: str) -> bool:
         """Whether it is the served model's, not that of a model that makes drafts for it."""
@@ -250,7 +275,7 @@ class MemoryWorker(Worker):
         if bundle.gate is not None:
             if (scores := bundle.gate.word_scores) is not None and is_first:
                 words = QuestionWords(scores, self._fact_reader)
-            size = bundle.metadata.backbone.head_dim
+            size = bundle.metadata.backbone.value_size
             gate = ResidentGate.load(bundle.gate, heads, size, self._is_first_of_heads(), self._device)
         return replace(self.pool.store(bundle, heads, gate), words=words, facts=facts, picture_marks=marks)
 

@@ -1,7 +1,9 @@
 """Extract memory entries from a frozen backbone: retrieval keys and KV payloads of training prefixes.
 
-Shapes: N examples, n of them in a batch, T prompt tokens, m payload tokens, L layers, J KV heads, D head size,
-d hidden size.
+Of latent attention (MLA), keys are latents with the part that RoPE rotates, before that, and values are latents.
+
+Shapes: N examples, n of them in a batch, T prompt tokens, m payload tokens, L layers, J KV heads, D head size, V size
+of a head's values, d hidden size.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Extraction:
 
     keys: Tensor  # [N, d] float32, unit norm: r(x) of each prefix
     payload_keys: Tensor  # [L, N, J, m, D], before RoPE, after k_norm where the model has one
-    payload_values: Tensor  # [L, N, J, m, D]
+    payload_values: Tensor  # [L, N, J, m, V]
     store: PayloadStore | None = None  # the files that the payloads map, if they are on disk
 
 
@@ -58,17 +60,20 @@ def extract(
         TaskDataError: the model's processor refuses an example.
     """
     _require_positive("payload_tokens", payload_tokens)
-    shape = (backbone.num_layers, len(examples), backbone.num_kv_heads, payload_tokens, backbone.head_dim)
+    shape, sizes = (len(examples), backbone.num_kv_heads, payload_tokens), (backbone.head_dim, backbone.value_dim)
+    L = backbone.num_layers
     retrieval_keys, done = _no_keys(backbone, len(examples)), 0
     if store is not None and (done := len(finished := store.retrieval_keys())):
         retrieval_keys[:done] = finished
-    payload_keys, payload_values = (torch.zeros(shape if store is None else 0, dtype=payload_dtype) for _ in range(2))
+    payload_keys, payload_values = (
+        torch.zeros((L, *shape, size) if store is None else 0, dtype=payload_dtype) for size in sizes
+    )
 
     def keep(start: int, inputs: Inputs) -> None:
         nonlocal done
         pooling = pooling_matrices(inputs["attention_mask"].sum(dim=1).tolist(), payload_tokens).to(backbone.device)
         end = start + len(pooling)
-        keys, values = (torch.empty(shape[0], len(pooling), *shape[2:], dtype=payload_dtype) for _ in range(2))
+        keys, values = (torch.empty(L, len(pooling), *shape[1:], size, dtype=payload_dtype) for size in sizes)
         with _pooled_projections(backbone, pooling, keys, values):
             hidden = backbone.hidden_states(inputs)  # [n, T, d]
         retrieval_keys[start:end] = pool_retrieval_keys(hidden, inputs["attention_mask"]).cpu()
@@ -157,7 +162,7 @@ def _pooled_projections(
     backbone: Backbone,
     pooling: Tensor,  # [n, m, T]
     payload_keys: Tensor,  # [L, n, J, m, D], filled in
-    payload_values: Tensor,  # [L, n, J, m, D], filled in
+    payload_values: Tensor,  # [L, n, J, m, V], filled in
 ) -> Iterator[None]:
     """Inside, each layer's keys (before RoPE) and values of a forward pass are pooled as they are made."""
 
@@ -172,11 +177,26 @@ def _pooled_projections(
 
         return hook
 
+    def keep_latents(attention: Any, keys: Tensor, values: Tensor) -> Any:
+        def hook(module: torch.nn.Module, arguments: Any, output: Tensor) -> None:
+            V = backbone.value_dim
+            tokens = torch.cat([attention.kv_a_layernorm(output[..., :V]), output[..., V:]], dim=-1)  # [n, T, D]
+            tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+            pooled = torch.einsum("nmt,ntd->nmd", pooling.to(tokens.dtype), tokens)[:, None]
+            keys.copy_(pooled)
+            values.copy_(pooled[..., :V])
+
+        return hook
+
     handles = []
     try:
         module: Any
         for layer, module in enumerate(backbone.attention_layers()):
-            norm = getattr(module, "k_norm", None)
+            if backbone.is_latent:
+                hook = keep_latents(module, payload_keys[layer], payload_values[layer])
+                handles.append(module.kv_a_proj_with_mqa.register_forward_hook(hook))
+                continue
+            norm = getattr(module, "k_norm", None) or getattr(module, "k_layernorm", None)
             handles.append(module.k_proj.register_forward_hook(keep(payload_keys[layer], norm)))
             handles.append(module.v_proj.register_forward_hook(keep(payload_values[layer], None)))
         yield

@@ -15,6 +15,9 @@ Entry i enters layer l of a request with three numbers (design: the general form
     map   = exp(log_weight_i) * value_scale_i * gate_l * map_out map_in o, for the output o [G D] of each KV head
 
 Memory keys are not rotated, and queries are: memory is at position 0, and the request's positions do not change.
+
+Latent attention (MLA) has one latent for all heads, and so has its memory: J = 1, keys of D numbers and values of
+V < D. Queries [N + Z] are taken into the space of latents, and what they read is taken out: see `attend_latents`.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class TensorMemory:
 
     retrieval_keys: Tensor  # [B, d]
     payload_keys: Tensor  # [L, B, J, m, D], before RoPE
-    payload_values: Tensor  # [L, B, J, m, D]
+    payload_values: Tensor  # [L, B, J, m, V]
     temperature: Tensor  # []
     value_gates: Tensor  # [L]
     layer_bias: Tensor  # [L]
@@ -192,7 +195,7 @@ def attention_with(
         if active is None:
             return own_attention(module, query, key, value, attention_mask, scaling, **kwargs), None
         memory, terms = active
-        layer: Any = module.layer_idx
+        layer: Any = module.memory_layer
         assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
         refused = ("position_bias",)  # decoupled memory does not see the mask, which has the window
         for name in refused if memory.form == "decoupled" else (*refused, "softcap", "s_aux", "sliding_window"):
@@ -204,7 +207,10 @@ def attention_with(
         if memory.form == "decoupled":
             own = own_attention(module, query, key, value, attention_mask, scaling, **kwargs)
             with torch.autocast(query.device.type, enabled=False):
-                added = decoupled(query, scaling, memory, terms, layer)  # [n, T, H, D]
+                if hasattr(module, "kv_b_proj"):
+                    added = attend_latents(module, decoupled, query, scaling, memory, terms, layer)
+                else:
+                    added = decoupled(query, scaling, memory, terms, layer)  # [n, T, H, D]
                 if memory.map_in is not None:
                     added = added + mapped(own, memory, terms, layer)
             with_memory = own + added.to(own.dtype)
@@ -287,7 +293,7 @@ def attend_decoupled(
     terms: Terms,
     layer: int,
 ) -> Tensor:
-    """value_gate softmax([memory logits ; 0]) [memory values ; 0], in at least float32. Returns [n, T, H, D]."""
+    """value_gate softmax([memory logits ; 0]) [memory values ; 0], in at least float32. Returns [n, T, H, V]."""
     n, H, T, D = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     J = memory.payload_keys.shape[2]
@@ -295,7 +301,32 @@ def attend_decoupled(
     memory_logits = _memory_logits(query, scaling, memory, terms, layer)  # [n, J, G, T, B, m]
     logits = torch.nn.functional.pad(memory_logits.flatten(-2), (0, 1))  # [n, J, G, T, B m + 1]
     share = logits.softmax(dim=-1)[..., :-1].view_as(memory_logits)
-    return _memory_values(share, memory, terms, layer).reshape(n, H, T, D).transpose(1, 2)
+    return _memory_values(share, memory, terms, layer).reshape(n, H, T, -1).transpose(1, 2)
+
+
+def attend_latents(
+    module: Any,
+    decoupled: Callable[..., Tensor],
+    query: Tensor,  # [n, H, T, N + Z]
+    scaling: float,
+    memory: TensorMemory,
+    terms: Terms,
+    layer: int,
+) -> Tensor:
+    """What a memory of latents adds to the attention of `module`, in at least float32. Returns [n, T, H, O].
+
+    Its keys have the part that is rotated in the order of the checkpoint, pairs side by side, as vLLM has it.
+    transformers' DeepSeek-V3 puts the halves of its queries one behind the other.
+    """
+    H, N = query.shape[1], module.qk_nope_head_dim
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    projection = module.kv_b_proj.weight.to(dtype).view(H, N + module.v_head_dim, -1)  # [H, N + O, V]
+    nope, rotated = query[..., :N].to(dtype), query[..., N:].to(dtype)
+    if getattr(module.config, "rope_interleave", False):
+        rotated = torch.stack(rotated.chunk(2, dim=-1), dim=-1).flatten(-2)
+    absorbed = torch.cat([torch.einsum("nhtp,hpv->nhtv", nope, projection[:, :N]), rotated], dim=-1)  # [n, H, T, D]
+    read = decoupled(absorbed, scaling, memory, terms, layer)  # [n, T, H, V]
+    return torch.einsum("nthv,hov->ntho", read, projection[:, N:])
 
 
 def mapped(output: Tensor, memory: TensorMemory, terms: Terms, layer: int) -> Tensor:
@@ -322,7 +353,7 @@ def _memory_logits(query: Tensor, scaling: float, memory: TensorMemory, terms: T
 
 
 def _memory_values(share: Tensor, memory: TensorMemory, terms: Terms, layer: int) -> Tensor:
-    """What the shares [n, J, G, T, B, m] take from the memory: [n, J, G, T, D]."""
+    """What the shares [n, J, G, T, B, m] take from the memory: [n, J, G, T, V]."""
     dtype = share.dtype
     share = share * _per_entry(terms.value_scale, dtype)
     values = torch.einsum("njgtbm,bjmd->njgtd", share, memory.payload_values[layer].to(dtype))

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from inducekv_vllm.backbone.checkpoints import Kind, load_config, load_tokenizer, summary
 from inducekv_vllm.backbone.fingerprint import fingerprint_of
+from inducekv_vllm.backbone.latents import is_latent
+from inducekv_vllm.backbone.memory_layers import layer_kinds, memory_layers
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.backbone.quantization import require_known_weights, require_plain_names, taught_method
 from inducekv_vllm.backbone.weights import weights_digest
@@ -111,15 +113,35 @@ def decoder(network: Any) -> Any:
 
 
 def kinds_of_attention(network: Any) -> list[str]:
-    """Of each of the L layers of the language model, as transformers names them."""
+    """Of each of the L layers of the language model with attention, as transformers names them."""
     text = network.config.get_text_config(decoder=True)
     # Mistral's layers are not told apart by name.
     usual = FULL if getattr(text, "sliding_window", None) is None else SLIDING
-    return list(getattr(text, "layer_types", None) or [usual] * text.num_hidden_layers)
+    kinds = layer_kinds(text) or [usual] * text.num_hidden_layers
+    return [kinds[number] for number in memory_layers(text)]
+
+
+def has_states(network: Any) -> bool:
+    """Whether the language model has other layers, too: it is a hybrid."""
+    text = network.config.get_text_config(decoder=True)
+    return len(memory_layers(text)) < int(text.num_hidden_layers)
+
+
+def attention_layers(network: Any) -> list[Any]:
+    """The attention of each of the L layers; None of a layer that has none, or that is not where it is expected."""
+    layers = getattr(decoder(network), "layers", None)
+    numbers = memory_layers(network.config.get_text_config(decoder=True))
+    return [None if layers is None else _attention_of(layers[number]) for number in numbers]
+
+
+def _attention_of(layer: Any) -> Any:
+    parts = (getattr(layer, name, None) for name in ("self_attn", "mixer"))  # a mixer may be of any kind
+    projections = ("q_proj", "qkv_proj", "kv_b_proj")
+    return next((part for part in parts if any(hasattr(part, name) for name in projections)), None)
 
 
 def require_trainable_attention(network: Any, name: str) -> None:
-    """Check that memory can be trained in every layer of the language model.
+    """Check that memory can be trained in every layer with attention.
 
     Raises:
         UnsupportedModel: names what its attention has.
@@ -132,23 +154,35 @@ def require_trainable_attention(network: Any, name: str) -> None:
             f"{name}: every layer has a sliding window, of {text.sliding_window} tokens: "
             "a relevance gate looks at layers that keep all of a prompt"
         )
-    for layer in getattr(decoder(network), "layers", [None]):
-        attention = getattr(layer, "self_attn", None)
-        if hasattr(attention, "kv_b_proj"):
-            raise UnsupportedModel(
-                f"{name}: multi-head latent attention (MLA) keeps no keys and values per head, which memory consists of"
-            )
-        if getattr(attention, "k_proj", None) is None or getattr(attention, "v_proj", None) is None:
+    for attention in attention_layers(network):
+        if is_latent(text):
+            _require_latents(attention, name)
+        elif getattr(attention, "k_proj", None) is None or getattr(attention, "v_proj", None) is None:
             raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")
+    numbers = memory_layers(text)
+    for number, layer in enumerate(decoder(network).layers):
+        if number not in numbers and _attention_of(layer) is not None:
+            raise UnsupportedModel(
+                f"{name}: by layer_types layer {number} has no attention, found {type(layer).__name__} with it"
+            )
+
+
+def _require_latents(attention: Any, name: str) -> None:
+    if not all(hasattr(attention, part) for part in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")):
+        raise UnsupportedModel(
+            f"{name}: memory needs latent attention (MLA) with kv_a_proj_with_mqa, kv_a_layernorm and kv_b_proj in "
+            f"every decoder layer, found {type(attention).__name__}"
+        )
+    if hasattr(attention, "indexer"):
+        raise UnsupportedModel(f"{name}: sparse latent attention (DSA): memory beside its selection was never tried")
 
 
 def _take_apart(network: Any) -> None:
     """See `take_apart`: of every layer of the language model."""
     text = network.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
-    attentions = [getattr(layer, "self_attn", None) for layer in getattr(decoder(network), "layers", [])]
     kv_heads, size = getattr(text, "num_key_value_heads", None), getattr(text, "head_dim", None)
-    take_apart(attentions, heads, kv_heads or heads, size or text.hidden_size // heads)
+    take_apart(attention_layers(network), heads, kv_heads or heads, size or text.hidden_size // heads)
 
 
 def _require_no_further_layers(unexpected: Iterable[str], model: str | Path) -> None:

@@ -1,6 +1,6 @@
 """A frozen language model in transformers, text-only or multimodal, and the encoding of prefixes.
 
-Shapes: n requests, T prompt tokens, L layers, J KV heads, D head size, d hidden size.
+Shapes: n requests, T prompt tokens, L layers, J KV heads, D head size, V size of a head's values, d hidden size.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor
 from inducekv_vllm.backbone.chat import chat_text, picture_mark, takes_parts
 from inducekv_vllm.backbone.checkpoints import Kind, kind_of
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
+from inducekv_vllm.backbone.latents import is_latent, key_size, value_size
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 
 from ..data.examples import Example
 from .injection import ATTENTION_NAME
-from .loading import FULL, decoder, kinds_of_attention, load_checkpoint, tokenizer_of
+from .loading import FULL, attention_layers, has_states, kinds_of_attention, load_checkpoint, tokenizer_of
 
 # A processor's outputs with one value per token; all others belong to images.
 TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -40,10 +41,11 @@ class Backbone:
 
     model: Any  # a PreTrainedModel for causal language modelling or image-text-to-text
     processor: Any  # its ProcessorMixin; its tokenizer, if the model is text-only
-    num_layers: int  # L
+    num_layers: int  # L, with attention
     num_heads: int  # H
     num_kv_heads: int  # J
     head_dim: int  # D
+    value_dim: int  # V, which is D but for latents (MLA)
     hidden_size: int  # d
 
     @classmethod
@@ -64,14 +66,19 @@ class Backbone:
         text = network.config.get_text_config(decoder=True)
         # Only the language model; the vision tower keeps its own attention.
         text._attn_implementation = ATTENTION_NAME
-        heads = text.num_attention_heads
+        heads, latent = text.num_attention_heads, is_latent(text)
+        head_dim = key_size(text) if latent else getattr(text, "head_dim", None) or text.hidden_size // heads
+        attentions = attention_layers(network)
+        for number, attention in enumerate(attentions):
+            attention.memory_layer = number  # read in `injection.attention`
         return cls(
             model=network,
             processor=processor,
-            num_layers=text.num_hidden_layers,
+            num_layers=len(attentions),
             num_heads=heads,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            num_kv_heads=1 if latent else getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            value_dim=value_size(text) if latent else head_dim,
             hidden_size=text.hidden_size,
         )
 
@@ -119,6 +126,16 @@ class Backbone:
         return tuple(layer for layer, kind in enumerate(kinds_of_attention(self.model)) if kind == FULL)
 
     @property
+    def is_latent(self) -> bool:
+        """Whether its attention has one latent for all heads (MLA), of which memory consists then."""
+        return is_latent(self.model.config.get_text_config(decoder=True))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the language model has layers that keep a state in place of keys and values."""
+        return has_states(self.model)
+
+    @property
     def has_windows(self) -> bool:
         return len(self.full_layers) < self.num_layers
 
@@ -126,10 +143,12 @@ class Backbone:
         """For merged memory, which shares the softmax of self-attention.
 
         Raises:
-            UnsupportedModel: it has windows, a soft cap or sinks.
+            UnsupportedModel: it has windows, a soft cap, sinks or latents.
         """
         text, found = self.model.config.get_text_config(decoder=True), None
-        if self.has_windows:
+        if self.is_latent:
+            found = "multi-head latent attention (MLA)"
+        elif self.has_windows:
             found = f"a sliding window in {self.num_layers - len(self.full_layers)} of {self.num_layers}"
         elif getattr(text, "attn_logit_softcapping", None) is not None:
             found = "a soft cap on its logits"
@@ -142,8 +161,8 @@ class Backbone:
             )
 
     def attention_layers(self) -> list[torch.nn.Module]:
-        """The self-attention module of each of the L layers of the language model."""
-        return [layer.self_attn for layer in decoder(self.model).layers]
+        """The self-attention module of each of the L layers of the language model that have one."""
+        return attention_layers(self.model)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image.Image]) -> Inputs:
         """The prefix of one request: chat template, image tokens, generation prompt; never an answer.

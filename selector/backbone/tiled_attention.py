@@ -5,8 +5,8 @@ so the memory it needs does not grow with the number of entries.
 
     with tiled_attention(backbone): ...      every forward pass inside uses it
 
-Shapes: n requests, N entries, m payload tokens, H query heads, J KV heads, G = H / J, D head size, T query tokens,
-S tokens of the request itself, R = G T rows of a KV head, E entries of a tile.
+Shapes: n requests, N entries, m payload tokens, H query heads, J KV heads, G = H / J, D head size, V size of a head's
+values, T query tokens, S tokens of the request itself, R = G T rows of a KV head, E entries of a tile.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def attend_decoupled_tiled(
     terms: Terms,
     layer: int,
 ) -> Tensor:
-    """`injection.attend_decoupled` from the output and log-sum-exp over the memory: [n, T, H, D]."""
+    """`injection.attend_decoupled` from the output and log-sum-exp over the memory: [n, T, H, V]."""
     n, H, T, D = query.shape
     J = memory.payload_keys.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
     output, lse = _attend_memory((query.to(dtype) * scaling).reshape(n, J, H // J * T, D), memory, terms, layer)
     # softmax([l ; 0]) v = (sum e^l v / sum e^l) (sum e^l / (1 + sum e^l))
     share = memory.value_gates[layer].to(dtype) * torch.sigmoid(lse + memory.layer_bias[layer].to(dtype))
-    return (share[..., None] * output).reshape(n, H, T, D).transpose(1, 2)
+    return (share[..., None] * output).reshape(n, H, T, -1).transpose(1, 2)
 
 
 def _attend_memory(query: Tensor, memory: TensorMemory, terms: Terms, layer: int) -> tuple[Tensor, Tensor]:
@@ -95,12 +95,12 @@ def _attend_memory(query: Tensor, memory: TensorMemory, terms: Terms, layer: int
 def memory_attention(
     query: Tensor,  # [n, J, R, D], already times the softmax scale
     keys: Tensor,  # [N, J, m, D], any float type
-    values: Tensor,  # [N, J, m, D], any float type
+    values: Tensor,  # [N, J, m, V], any float type
     key_scale: Tensor,  # [n, N]
     log_weight: Tensor,  # [n, N], -inf leaves an entry out
     value_scale: Tensor,  # [n, N]
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the memory alone: output [n, J, R, D], and log-sum-exp of its logits [n, J, R].
+    """Attention over the memory alone: output [n, J, R, V], and log-sum-exp of its logits [n, J, R].
 
     Rows without entries have output 0 and log-sum-exp -inf.
     """
@@ -121,14 +121,15 @@ class _MemoryAttention(torch.autograd.Function):
         log_weight: Tensor,
         value_scale: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        n, J, R, D = query.shape
+        n, J, R, _ = query.shape
+        V = values.shape[-1]
         rows = _heads_first(query)  # [J, n R, D]
         largest = query.new_full((J, n, R, 1), _FLOOR)
         total = query.new_zeros(J, n, R, 1)
-        output = query.new_zeros(J, n * R, D)
+        output = query.new_zeros(J, n * R, V)
         weighted = _has_log_weights(log_weight)
         for tile in _tiles(keys, query):
-            k, v = _payload(keys, tile, query.dtype), _payload(values, tile, query.dtype)  # [J, E m, D]
+            k, v = _payload(keys, tile, query.dtype), _payload(values, tile, query.dtype)
             logits = torch.bmm(rows, k.transpose(1, 2)).view(J, n, R, -1)  # [J, n, R, E m]
             logits.mul_(_per_token(key_scale, tile, keys))
             if weighted:
@@ -139,11 +140,11 @@ class _MemoryAttention(torch.autograd.Function):
             share = logits.sub_(largest).exp_()
             total.mul_(shrink).add_(share.sum(dim=-1, keepdim=True))
             share.mul_(_per_token(value_scale, tile, keys))
-            output.view(J, n, R, D).mul_(shrink)
+            output.view(J, n, R, V).mul_(shrink)
             output.baddbmm_(share.view(J, n * R, -1), v)
-        output.view(J, n, R, D).div_(total.masked_fill(total == 0, 1))
+        output.view(J, n, R, V).div_(total.masked_fill(total == 0, 1))
         lse = (total.log() + largest).masked_fill(total == 0, -math.inf)  # [J, n, R, 1]
-        output, lse = output.view(J, n, R, D).transpose(0, 1), lse.squeeze(-1).transpose(0, 1)
+        output, lse = output.view(J, n, R, V).transpose(0, 1), lse.squeeze(-1).transpose(0, 1)
         ctx.save_for_backward(query, keys, values, key_scale, log_weight, value_scale, output, lse)
         return output, lse
 
@@ -153,7 +154,7 @@ class _MemoryAttention(torch.autograd.Function):
         query, keys, values, key_scale, log_weight, value_scale, output, lse = ctx.saved_tensors
         for_query, for_keys, for_values, for_key_scale, for_log_weight, for_value_scale = ctx.needs_input_grad
         n, J, R, D = query.shape
-        rows, upstream = _heads_first(query), _heads_first(output_gradient)  # [J, n R, D] each
+        rows, upstream = _heads_first(query), _heads_first(output_gradient)  # [J, n R, D] and [J, n R, V]
         # The softmax's common term: the derivative by a shift of all logits of a row.
         common = ((output_gradient * output).sum(dim=-1) - lse_gradient).transpose(0, 1)[..., None]  # [J, n, R, 1]
         lse = lse.masked_fill(lse == -math.inf, 0).transpose(0, 1)[..., None]  # [J, n, R, 1]
@@ -167,7 +168,7 @@ class _MemoryAttention(torch.autograd.Function):
         for_logits = for_query or for_keys or for_key_scale or for_log_weight
         weighted = _has_log_weights(log_weight)
         for tile in _tiles(keys, query):
-            k, v = _payload(keys, tile, query.dtype), _payload(values, tile, query.dtype)  # [J, E m, D]
+            k, v = _payload(keys, tile, query.dtype), _payload(values, tile, query.dtype)
             product = torch.bmm(rows, k.transpose(1, 2)).view(J, n, R, -1)  # [J, n, R, E m]: before any scale
             share = product * _per_token(key_scale, tile, keys)
             if weighted:
@@ -215,14 +216,14 @@ def _tiles(keys: Tensor, query: Tensor) -> Iterator[slice]:
 
 
 def _payload(payload: Tensor, tile: slice, dtype: torch.dtype) -> Tensor:
-    """A tile of [N, J, m, D] as [J, E m, D]."""
+    """A tile of [N, J, m, size] as [J, E m, size]."""
     return payload[tile].to(dtype).transpose(0, 1).flatten(1, 2)
 
 
 def _unpayload(tensor: Tensor, keys: Tensor) -> Tensor:
-    """[J, E m, D] back to [E, J, m, D]."""
-    _, J, m, D = keys.shape
-    return tensor.view(J, -1, m, D).transpose(0, 1)
+    """[J, E m, size] back to [E, J, m, size]."""
+    _, J, m, _ = keys.shape
+    return tensor.view(J, -1, m, tensor.shape[-1]).transpose(0, 1)
 
 
 def _per_token(term: Tensor, tile: slice, keys: Tensor) -> Tensor:

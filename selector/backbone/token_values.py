@@ -1,6 +1,6 @@
 """What a gate, and facts with pictures, see of a prompt: some layers' attention values of the tokens that decide.
 
-The forward pass ends at the last of these layers. Shapes: n prompts, T tokens, t of them deciding, S layers, F = J D
+The forward pass ends at the last of these layers. Shapes: n prompts, T tokens, t of them deciding, S layers, F = J V
 features, R runs of a question's clauses.
 """
 
@@ -142,7 +142,7 @@ def _begun(backbone: Backbone, ids: Sequence[Sequence[int]], texts: Sequence[Seq
     """None if it is not worth it, or the model cannot go on from there."""
     fronts = Counter(tuple(of_prompt[: text[0]]) for of_prompt, text in zip(ids, texts, strict=True) if text)
     front, count = fronts.most_common(1)[0] if fronts else ((), 0)
-    if backbone.kind != "text" or backbone.has_windows or len(front) < WORTH_IT or count < 2:
+    if backbone.kind != "text" or backbone.has_windows or backbone.has_states or len(front) < WORTH_IT or count < 2:
         return None
     with attention_named(backbone, USUAL):
         first = torch.tensor([list(front)], device=backbone.device)
@@ -232,7 +232,8 @@ def _values_of(backbone: Backbone, layers: Sequence[int], run: Callable[[], obje
             raise _Enough
 
     modules: list[Any] = backbone.attention_layers()
-    handles = [modules[layer].v_proj.register_forward_hook(keep) for layer in layers]
+    projection = "kv_a_layernorm" if backbone.is_latent else "v_proj"
+    handles = [getattr(modules[layer], projection).register_forward_hook(keep) for layer in layers]
     try:
         run()
     except _Enough:

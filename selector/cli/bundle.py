@@ -23,6 +23,7 @@ from rich.table import Table
 from inducekv_vllm.backbone.footprint import PAPER_BUDGETS, plan, read_config, text_geometry
 from inducekv_vllm.bundle import (
     ENTRY_AXES,
+    BackboneFingerprint,
     Bundle,
     BundleMetadata,
     read_bundle,
@@ -120,13 +121,21 @@ def show_plan(options: argparse.Namespace) -> int:
         if value < 1:
             raise ConfigError(f"{flag} must be at least 1, found {value}")
     geometry = text_geometry(read_config(options.config))
-    print(
-        f"layers {geometry.num_layers}, KV heads {geometry.num_kv_heads}, head size {geometry.head_dim}, "
-        f"hidden size {geometry.hidden_size}, payload tokens {m}"
-    )
-    table = Table("entries", "KV tokens a layer", "bytes", "MiB", box=None)
-    for row in plan(geometry, m, budgets):
-        table.add_row(str(row.budget), str(row.tokens), str(row.bytes), f"{row.mebibytes:.2f}")
+    heads = f"KV heads {geometry.num_kv_heads}, head size {geometry.head_dim}"
+    if geometry.per_head is not None:
+        heads = f"latents for all heads: keys of {geometry.head_dim}, values of {geometry.value_dim}"
+    print(f"layers {geometry.num_layers}, {heads}, hidden size {geometry.hidden_size}, payload tokens {m}")
+    columns = ["entries", "KV tokens a layer", "bytes", "MiB"]
+    rows = [
+        [str(row.budget), str(row.tokens), str(row.bytes), f"{row.mebibytes:.2f}"] for row in plan(geometry, m, budgets)
+    ]
+    if geometry.per_head is not None:
+        columns.append("MiB by the paper's formula, of keys and values per head")
+        for line, row in zip(rows, plan(geometry.per_head, m, budgets), strict=True):
+            line.append(f"{row.mebibytes:.2f}")
+    table = Table(*columns, box=None)
+    for line in rows:
+        table.add_row(*line)
     _output.print(table)
     return SUCCESS
 
@@ -177,8 +186,8 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "value gates": f"{float(gates.min()):.4g} to {float(gates.max()):.4g}",
         "layer bias": f"{float(bias.min()):.4g} to {float(bias.max()):.4g}",
         "adapter": metadata.adapter or "none",
-        "backbone": f"{backbone.architecture}, {backbone.num_layers} layers, {backbone.num_kv_heads} KV heads of "
-        f"{backbone.head_dim}, hidden size {backbone.hidden_size}",
+        "backbone": f"{backbone.architecture}, {backbone.num_layers} layers, {_heads(backbone)}, "
+        f"hidden size {backbone.hidden_size}",
         "rope": backbone.rope,
         "norm": backbone.norm,
         "tokenizer": backbone.tokenizer_digest,
@@ -205,6 +214,12 @@ def _dates(metadata: BundleMetadata) -> dict[str, str]:
 
 def _date(moment: datetime | None) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%SZ}" if moment else "-"
+
+
+def _heads(backbone: BackboneFingerprint) -> str:
+    if backbone.value_dim is not None:
+        return f"latents (keys of {backbone.head_dim}, values of {backbone.value_dim})"
+    return f"{backbone.num_kv_heads} KV heads of {backbone.head_dim}"
 
 
 def _form_summary(metadata: BundleMetadata) -> dict[str, str]:

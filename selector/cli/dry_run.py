@@ -34,7 +34,7 @@ def dry_run(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings | Re
 def _costs(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings | RefinedSettings) -> dict[str, Any]:
     if isinstance(settings, PaperSettings):
         sizes = (backbone.hidden_size, backbone.num_layers, backbone.num_kv_heads)
-        size = footprint_bytes(settings.budget, *sizes, settings.payload_tokens, backbone.head_dim)
+        size = footprint_bytes(settings.budget, *sizes, settings.payload_tokens, backbone.head_dim, backbone.value_dim)
         return {"memory": f"{size / 1e6:.2f} MB for all tasks together", "time": "not estimated for the paper's recipe"}
     found = estimate(backbone, inputs, settings)
     earlier = 0 if inputs.previous is None else inputs.previous.num_entries

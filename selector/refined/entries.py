@@ -71,10 +71,22 @@ def initial_maps(
     return inner, torch.zeros_like(inner).transpose(-1, -2).contiguous()
 
 
-def check_rank(backbone: Backbone, settings: RefinedSettings) -> None:
-    """Raises ConfigError: the maps would have a higher rank than their width."""
+def settings_for(backbone: Backbone, settings: RefinedSettings) -> RefinedSettings:
+    """The settings for this model: without maps of the attention output where memory consists of latents (MLA).
+
+    Raises:
+        ConfigError: maps were asked for there, or would have a higher rank than their width.
+    """
+    if backbone.is_latent and settings.map_rank:
+        if "map_rank" in settings.model_fields_set:
+            raise ConfigError(
+                "a model with latent attention (MLA) takes no maps of the attention output: expected map_rank 0, found "
+                f"{settings.map_rank}"
+            )
+        return settings.model_copy(update={"map_rank": 0})
     if settings.map_rank > (width := _map_width(backbone)):
         raise ConfigError(f"a map of width {width} has at most that rank, found map_rank {settings.map_rank}")
+    return settings
 
 
 def _map_width(backbone: Backbone) -> int:

@@ -29,7 +29,7 @@ from ..update.result import UpdateResult
 from ..update.settings import REFINED
 from .candidates import Search, search
 from .checks import check_tasks, own_questions
-from .entries import check_rank, initial_entries
+from .entries import initial_entries, settings_for
 from .report import report_update
 from .settings import RefinedSettings
 from .training import TrainingProblem, log_prior
@@ -59,7 +59,7 @@ def update_refined(
     phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     with phases.phase("check"):
         check_tasks(inputs, settings)
-        check_rank(backbone, settings)
+        settings = settings_for(backbone, settings)
         if settings.form == "merged":
             backbone.require_full_attention()
         check_inputs(scorer, inputs, settings, REFINED, progress)

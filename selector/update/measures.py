@@ -40,7 +40,8 @@ def entry_bytes(bundle: Bundle) -> int:
     """Bytes of the entries' retrieval keys, payloads and maps."""
     backbone, shape = bundle.metadata.backbone, bundle.metadata.output_map
     B, L, J = bundle.num_entries, backbone.num_layers, backbone.num_kv_heads
-    size = footprint_bytes(B, backbone.hidden_size, L, J, bundle.payload_tokens, backbone.head_dim)
+    D, V = backbone.head_dim, backbone.value_size
+    size = footprint_bytes(B, backbone.hidden_size, L, J, bundle.payload_tokens, D, V)
     return size if shape is None else size + map_bytes(B, L, J, shape.rank, shape.width)
 
 

@@ -119,6 +119,11 @@ class World:
     def heads_per_kv_head(self) -> int:
         return self.backbone.num_heads // self.backbone.num_kv_heads
 
+    @property
+    def map_rank(self) -> int:
+        """Of bundles in the default form; memories of latents have no maps."""
+        return 0 if self.backbone.is_latent else MAP_RANK
+
     def add(self, name: str, bundle: Bundle, folder: Path) -> None:
         self.bundles[name], self.paths[name] = bundle, folder / f"{name}.safetensors"
         write_bundle(bundle, self.paths[name])
@@ -140,7 +145,7 @@ def make_world(
     backbone, merged = _read(model, num_entries, payload_tokens, make_prompts)
     world = World(model, backbone, {}, {}, dict(merged))
     for name, source, activation, scale in DEFAULTS:
-        world.add(name, by_default(merged[source], activation, world.heads_per_kv_head, scale), folder)
+        world.add(name, by_default(merged[source], activation, world.heads_per_kv_head, scale, world.map_rank), folder)
     for name in ("sqrt", "prior") if with_merged else ():
         world.add(name, merged[name], folder)
     return world
@@ -255,7 +260,8 @@ def behind_classifiers(
 
 
 def _default_form(world: World) -> dict[str, Any]:
-    late = as_decoupled(world.merged["prior"], "prompt", map_rank=MAP_RANK, heads_per_kv_head=world.heads_per_kv_head)
+    maps = {"map_rank": world.map_rank, "heads_per_kv_head": world.heads_per_kv_head}
+    late = as_decoupled(world.merged["prior"], "prompt", **maps)
     tensors = {
         name: getattr(late, name) for name in ("payload_values", "value_gates", "layer_bias", "map_in", "map_out")
     }

@@ -18,7 +18,7 @@ from tests.engine.parity import EAGER, WORKER_VARIABLE
 ROOT = Path(__file__).parents[2]
 BACKEND = "tests.engine.triton_cpu"
 RUNNERS, KINDS, DRAFTS = "test_runners.py", "test_decoupled_attention_kinds.py", "test_speculation.py"
-FACTS = "test_facts.py"
+FACTS, LATENTS = "test_facts.py", "test_latents.py"
 
 
 def install(folder: Path) -> None:
@@ -44,10 +44,11 @@ def install(folder: Path) -> None:
         # Another backend: sinks and sliding windows, without a log-sum-exp, as in test_decoupled_attention_kinds.py by
         # itself; attention/test_kernel_memory.py has the kernels around any backend.
         pytest.param(KernelsAroundCPUAttention, "1", (KINDS,), "sinks", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundCPUAttention, "1", (LATENTS,), "not refused", marks=pytest.mark.slow),
         pytest.param(KernelsAroundFlashAttention, "1", (DRAFTS,), "not ngrams", marks=pytest.mark.slow),
         pytest.param(KernelsAroundFlashAttention, "0", (DRAFTS,), "not ngrams", marks=pytest.mark.slow),
     ],
-    ids=["V2", "V1", "another backend", "drafts on V2", "drafts on V1"],
+    ids=["V2", "V1", "another backend", "latents", "drafts on V2", "drafts on V1"],
 )
 def test_answers_are_those_of_transformers(
     tmp_path: Path, worker: type, runner: str, tests: tuple[str, ...], selected: str

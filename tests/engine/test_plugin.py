@@ -123,7 +123,8 @@ def _engine(**changes: Any) -> Any:
     sizes |= {"prefill_context_parallel_size": 1, "use_ubatching": False}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
     model |= {"model_arch_config": SimpleNamespace(quantization_config=None)}
-    model |= {"is_diffusion": False, "quantization": None, "enable_sleep_mode": False}
+    model |= {"is_diffusion": False, "quantization": None, "enable_sleep_mode": False, "cache_dtype": "auto"}
+    model |= {"hf_text_config": SimpleNamespace()}
     top = {"speculative_config": None, "kv_transfer_config": None, "ec_transfer_config": None}
     top |= {"kv_sharing_fast_prefill": False, "scheduler_cls": SCHEDULER_CLS, "kv_events_config": None}
     engine = SimpleNamespace(**(sizes | model | top | changes))
@@ -146,7 +147,9 @@ def _engine(**changes: Any) -> Any:
         ({"prefill_context_parallel_size": 2}, "context parallelism: no rank sees all rows"),
         ({"use_ubatching": True}, "ubatches"),
         ({"is_diffusion": True}, "diffusion language models"),
-        ({"use_mla": True}, "multi-head latent attention"),
+        ({"hf_text_config": SimpleNamespace(kv_lora_rank=512)}, r"latent attention .*\(VLLM_MLA_DISABLE=1"),
+        ({"use_mla": True, "hf_text_config": SimpleNamespace(index_topk=2048)}, r"sparse latent attention \(DSA\)"),
+        ({"use_mla": True, "cache_dtype": "fp8_ds_mla"}, r"quantised cache of latents \(fp8_ds_mla\)"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"quantization": "fp8"}, "weights that vLLM quantises as it loads them"),
         ({"runner_type": "pooling"}, "'pooling' runner"),
@@ -198,7 +201,7 @@ def _cache(kind: type) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind.__new__(kind))])
 
 
-CAUSAL: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
+CAUSAL: Any = SimpleNamespace(use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
 
 
 @pytest.mark.parametrize(("kind", "ours"), [(InduceKVCPUImpl, InduceKVCPUImpl), (InduceKVFlashImpl, KeepsLse)])
@@ -230,6 +233,7 @@ def test_attention_that_memory_cannot_be_merged_into_is_refused(
         (FullAttentionSpec, None, {}, "layer x uses InduceKVCPUImpl.* --attention-backend FLASH"),
         (FullAttentionSpec, {"fa4_hd256": True}, {}, "layer x has FlashAttention 4's kernel for head size 256"),
         (FullAttentionSpec, {}, {"is_mm_prefix_lm": True}, "the model's attention is not causal everywhere"),
+        (FullAttentionSpec, {}, {"use_mla": True}, r"one softmax .* latent attention \(MLA\) has latents"),
         (FullAttentionSpec, {}, {"rswa_window": 64}, "the model's attention is not causal everywhere"),
     ],
 )

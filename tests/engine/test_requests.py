@@ -18,7 +18,7 @@ from inducekv_vllm.workers.answering import ANSWER
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests, acting_rows
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
-SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
+SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8, value_size=8)
 ANSWERED = (7, 8)
 
 

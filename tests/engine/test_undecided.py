@@ -171,7 +171,7 @@ class Requests:
         self.values = self.cache.values()
         reader = PromptReader(self.values, {IMAGE}, lambda sums: sums, lambda features: features, CPU)
         attention: Any = None
-        self.decisions = Decisions(self.table, reader, None, attention, {IMAGE}, is_alone=True, may_join=False)
+        self.decisions = Decisions(self.table, reader, None, attention, {IMAGE}, is_alone=True)
 
     def start(self, request_id: str, blocks: list[list[int]]) -> None:
         params = SamplingParams(extra_args={"inducekv": self.spec.to_extra_args()})

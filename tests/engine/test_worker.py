@@ -21,7 +21,7 @@ from inducekv_vllm.workers.refusals import check_most_entries
 from tests.bundles import random_gate
 from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool
 
-SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
+SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16, value_size=16)
 
 
 def test_each_platform_has_its_worker_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,16 @@ from tests.engine.parity import FEWER_PROCESSES, TOLERANCE, Prompt, World
 from tests.gates import small_fits
 from tests.server.http import ask, deviation, tokens_and_logprobs, trace_of
 from tests.server.launch import ENVIRONMENT, FLAGS
-from tests.tiny_families import FAMILIES, PICTURE_FAMILIES, TEXT_SIZES, THROUGH_TRANSFORMERS, save_text, small_timm
+from tests.tiny_families import (
+    FAMILIES,
+    LATENT_FAMILIES,
+    ON_CPUS,
+    PICTURE_FAMILIES,
+    TEXT_SIZES,
+    THROUGH_TRANSFORMERS,
+    save_text,
+    small_timm,
+)
 
 WINDOWED = TEXT_SIZES | {
     "num_hidden_layers": 4,
@@ -37,10 +46,10 @@ WITH_WINDOWS: dict[str, Callable[[str | Path], Path]] = {
     "gemma3": partial(save_text, config=Gemma3TextConfig, query_pre_attn_scalar=64, **WINDOWED),
 }
 SMALL_TOWERS = "tests.engine.small_towers.SmallTowersWorker"
-EVERY = FAMILIES | WITH_WINDOWS
+EVERY = FAMILIES | WITH_WINDOWS | LATENT_FAMILIES
 EXAMPLES = 16
 SETTINGS = [
-    *("--budget", "4", "--payload-tokens", "4", "--map-rank", "2", "--activation", "generation", "--facts", "off"),
+    *("--budget", "4", "--payload-tokens", "4", "--activation", "generation", "--facts", "off"),
     *("--steps", "12", "--all-steps", "--learning-rate", "0.3", "--precision", "float32", "--allow-worse"),
 ]
 
@@ -71,13 +80,16 @@ def test_taught_and_served(family: str, tmp_path: Path) -> None:
     bundle, task = tmp_path / "keys.safetensors", write_examples(tmp_path, family)
     with small_fits(), small_timm():
         model = EVERY[family](tmp_path / "model")
-        assert select(["--model", str(model), "--task", str(task), "--output", str(bundle), *SETTINGS]) == 0
+        settings = [*SETTINGS, *(() if family in LATENT_FAMILIES else ("--map-rank", "2"))]
+        assert select(["--model", str(model), "--task", str(task), "--output", str(bundle), *settings]) == 0
         world = World(model, Backbone.load(model), {"keys": read_bundle(bundle)}, {"keys": bundle})
     picture = drawings(EXAMPLES, 1)[3] if family in PICTURE_FAMILIES else None
     prompt = Prompt(picture, question(3))
     flags = ["--served-model-name", "base", f"--memory=keys={bundle}", "--block-size", "32", *FLAGS]
     if family == "deepseek-vl2":
         flags += ["--worker-cls", SMALL_TOWERS]
+    if family in LATENT_FAMILIES:
+        flags += ["--compilation-config", json.dumps(ON_CPUS["compilation_config"]), "--attention-backend", "CPU_MLA"]
     environment = {**ENVIRONMENT, **({} if family in THROUGH_TRANSFORMERS else FEWER_PROCESSES)}
     with serving([str(model), *flags], tmp_path / "log", environment) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)

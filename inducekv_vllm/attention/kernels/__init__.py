@@ -7,8 +7,13 @@
     launch.py   `add_memory`: checks and launches
     twin.py     `add_memory` in plain torch
 
-Shapes: R rows (query tokens) of a step, H query heads, J KV heads, G = H / J, D head size, P tokens of the pool, Q map
-rows of the pool, N memory slots, K entries of the largest memory, M of them with maps, L layers.
+Shapes: R rows (query tokens) of a step, H query heads, J KV heads, G = H / J, D head size, V size of a head's values, P
+tokens of the pool, Q map rows of the pool, N memory slots, K entries of the largest memory, M of them with maps, L
+layers.
+
+V is D but for latents (MLA), where D is 576 and V 512: no power of 2, so the kernel multiplies the first V numbers of
+queries and keys, and the others, by themselves. Their one head for all query heads is read as if it were several, each
+of up to 16 query heads: what a program reads for them has to fit into its registers.
 
 A slot holds what one memory with one set of weights needs; requests with the same memory and weights share it. Slot 0
 means "no memory", so tables have N + 1 rows. Tables have terms for each entry, which are those of all its tokens. A
@@ -23,7 +28,7 @@ and the output o of its self-attention, with log-sum-exp lse, becomes
     merged      softmax([logits ; log_remainder + bias ; lse]) [values ; 0 ; o]
     decoupled   o + softmax([logits ; 0]) [values ; 0] + value_gate_l,c sum_k map_weight_k map_out_k <map_in_k, o>
 
-where a map row acts on the G heads of its KV head as one vector [G D]. All sums are float32.
+where a map row acts on the G heads of its KV head as one vector [G V]. All sums are float32.
 
 `add_memory` launches one kernel. A tile is up to 128 / G rows of one slot. One program reads all of its memory if that
 is small (up to 512 tokens) or the step has tiles enough for all processors. Otherwise each memory is split over several

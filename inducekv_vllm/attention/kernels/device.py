@@ -1,8 +1,8 @@
 """The kernel. `launch.py` calls it, `twin.py` has the same in plain torch, and the package has the formulas.
 
 Lane i of a tile is head i % LANES of its KV head, in row i // LANES. Logits are kept in units of log2, for exp2.
-Constants: G, D and J as in the package; DP is D rounded up to a power of 2; BM lanes of a tile; BN tokens, and
-BK map rows, at a time.
+Constants: G, V and J as in the package; Z = D - V numbers of a key stand behind the first V; VP and ZP are V and Z
+rounded up to powers of 2; BM lanes of a tile; BN tokens, and BK map rows, at a time.
 
 Pools, tables and steps may have more than 2^31 numbers, so rows, tokens and slots are int64 where they are multiplied.
 """
@@ -20,12 +20,12 @@ CHANGING = ["lse_row", "lse_head"]
 @triton.jit(do_not_specialize=CHANGING)
 def memory_tiles(
     query,  # [R, H, D]
-    output,  # [R, H, D], of self-attention; changed in place
+    output,  # [R, H, V], of self-attention; changed in place
     self_lse,  # [R, H] float32; None without LSE
     keys,  # [J, P, D]
-    values,  # [J, P, D]
-    map_in,  # [J, Q, G D]; None without MAPS
-    map_out,  # [J, Q, G D]; None without MAPS
+    values,  # [J, P, V]
+    map_in,  # [J, Q, G V]; None without MAPS
+    map_out,  # [J, Q, G V]; None without MAPS
     value_gate,  # [N + 1] float32, as every table of one column
     bias,
     first_token,
@@ -47,7 +47,7 @@ def memory_tiles(
     tile_work,  # [tiles + 1]
     count,  # [1], of live tiles, or of live items if SPLIT
     arrivals,  # [tiles, J]
-    partial_output,  # [parts, J, BM, D] float32; None unless SPLIT
+    partial_output,  # [parts, J, BM, V] float32; None unless SPLIT
     partial_sums,  # [parts, J, 2, BM] float32: the largest logit, and the sum of exp2(logit - largest)
     scale,
     query_row,  # strides, here and below
@@ -70,8 +70,10 @@ def memory_tiles(
     G: tl.constexpr,
     LANES: tl.constexpr,
     J: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    Z: tl.constexpr,
+    ZP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -104,13 +106,20 @@ def memory_tiles(
         row = tl.load(tile_rows + tile * height + place, mask=place < height, other=-1)
         live = (row >= 0) & (lane % LANES < G)
         head = kv_head * G + lane % LANES
-        column = tl.arange(0, DP)
-        inside = live[:, None] & (column < D)[None, :]
+        column = tl.arange(0, VP)
+        inside = live[:, None] & (column < V)[None, :]
 
         lanes = query + row.to(tl.int64) * query_row + head * query_head
         q = tl.load(lanes[:, None] + column[None, :], mask=inside, other=0.0)
+        q_rest = q
+        if Z > 0:
+            behind = tl.arange(0, ZP)
+            q_rest = tl.load(
+                lanes[:, None] + (V + behind)[None, :], mask=live[:, None] & (behind < Z)[None, :], other=0.0
+            )
         if UPCAST:
             q = q.to(tl.float32)
+            q_rest = q_rest.to(tl.float32)
 
         kv_head_wide = kv_head.to(tl.int64)
         slot_wide = slot.to(tl.int64)
@@ -118,6 +127,7 @@ def memory_tiles(
         if first >= 0:
             largest, total, read = _attend_adjacent(
                 q,
+                q_rest,
                 keys + kv_head_wide * keys_head + first.to(tl.int64) * keys_token,
                 values + kv_head_wide * values_head + first.to(tl.int64) * values_token,
                 begin,
@@ -125,8 +135,10 @@ def memory_tiles(
                 scale * LOG2E,
                 keys_token,
                 values_token,
-                D=D,
-                DP=DP,
+                V=V,
+                VP=VP,
+                Z=Z,
+                ZP=ZP,
                 BM=BM,
                 BN=BN,
                 UPCAST=UPCAST,
@@ -135,6 +147,7 @@ def memory_tiles(
         else:
             largest, total, read = _attend(
                 q,
+                q_rest,
                 keys + kv_head_wide * keys_head,
                 values + kv_head_wide * values_head,
                 token_index + slot_wide * terms_slot,
@@ -147,8 +160,10 @@ def memory_tiles(
                 scale * LOG2E,
                 keys_token,
                 values_token,
-                D=D,
-                DP=DP,
+                V=V,
+                VP=VP,
+                Z=Z,
+                ZP=ZP,
                 BM=BM,
                 BN=BN,
                 UPCAST=UPCAST,
@@ -160,7 +175,7 @@ def memory_tiles(
                 part = (item * J + kv_head).to(tl.int64) * BM
                 tl.store(partial_sums + part * 2 + lane, largest, mask=live)
                 tl.store(partial_sums + part * 2 + BM + lane, total, mask=live)
-                tl.store(partial_output + (part + lane)[:, None] * D + column[None, :], read, mask=inside)
+                tl.store(partial_output + (part + lane)[:, None] * V + column[None, :], read, mask=inside)
                 first_item = tl.load(tile_work + tile)
                 items = tl.load(tile_work + tile + 1) - first_item
                 tl.debug_barrier()  # all threads have stored before one of them says so
@@ -175,8 +190,8 @@ def memory_tiles(
                         kv_head,
                         live,
                         J=J,
-                        D=D,
-                        DP=DP,
+                        V=V,
+                        VP=VP,
                         BM=BM,
                     )
                     whole = 1
@@ -223,8 +238,8 @@ def memory_tiles(
                         G=G,
                         LANES=LANES,
                         ROWS=BM // LANES,
-                        D=D,
-                        DP=DP,
+                        V=V,
+                        VP=VP,
                         BK=BK,
                         UPCAST=UPCAST,
                         PRECISION=PRECISION,
@@ -237,7 +252,8 @@ def memory_tiles(
 
 @triton.jit
 def _attend_adjacent(
-    q,  # [BM, DP]
+    q,  # [BM, VP], the first V numbers
+    q_rest,  # [BM, ZP], the others; not read if Z is 0
     keys,  # [S, D] of one KV head and one slot
     values,
     begin,
@@ -245,29 +261,34 @@ def _attend_adjacent(
     scale,
     keys_token,
     values_token,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    Z: tl.constexpr,
+    ZP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """As `_attend`, for tokens that are adjacent in the pool and have neutral terms: every address is known at once."""
-    column = tl.arange(0, DP)
+    column = tl.arange(0, VP)
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    read = tl.zeros([BM, DP], tl.float32)
+    read = tl.zeros([BM, VP], tl.float32)
     for start in range(begin, end, BN):
         token = start + tl.arange(0, BN)
         there = token < end
         place = token.to(tl.int64)
-        inside = there[:, None] & (column < D)[None, :]
+        inside = there[:, None] & (column < V)[None, :]
         k = tl.load((keys + place * keys_token)[:, None] + column[None, :], mask=inside, other=0.0)
         v = tl.load((values + place * values_token)[:, None] + column[None, :], mask=inside, other=0.0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BM, BN]
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if Z > 0:
+            products = _with_rest(products, q_rest, keys + V, place, there, keys_token, Z, ZP, UPCAST, PRECISION)
+        logits = products * scale
         logits = tl.where(there[None, :], logits, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(logits, 1))
         p = tl.exp2(logits - new_largest[:, None])
@@ -280,7 +301,8 @@ def _attend_adjacent(
 
 @triton.jit
 def _attend(
-    q,  # [BM, DP]
+    q,  # [BM, VP], the first V numbers
+    q_rest,  # [BM, ZP], the others; not read if Z is 0
     keys,  # [P, D] of one KV head
     values,
     token_index,  # [K] of one slot, here and below
@@ -293,8 +315,10 @@ def _attend(
     scale,
     keys_token,
     values_token,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    Z: tl.constexpr,
+    ZP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -302,19 +326,19 @@ def _attend(
 ):
     """Read the tokens from `begin` to `end`.
 
-    Returns the largest logit [BM], the sum of exp2(logit - largest) [BM], and the values weighted so [BM, DP].
+    Returns the largest logit [BM], the sum of exp2(logit - largest) [BM], and the values weighted so [BM, VP].
     """
-    column = tl.arange(0, DP)
+    column = tl.arange(0, VP)
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    read = tl.zeros([BM, DP], tl.float32)
+    read = tl.zeros([BM, VP], tl.float32)
     for start in range(begin, end, BN):
         token = start + tl.arange(0, BN)
         there = token < end
         entry = token // tokens_each
         first = tl.load(token_index + entry, mask=there, other=0)
         place = (first + token % tokens_each).to(tl.int64)
-        inside = there[:, None] & (column < D)[None, :]
+        inside = there[:, None] & (column < V)[None, :]
         k = tl.load((keys + place * keys_token)[:, None] + column[None, :], mask=inside, other=0.0)
         v = tl.load((values + place * values_token)[:, None] + column[None, :], mask=inside, other=0.0)
         if UPCAST:
@@ -323,7 +347,10 @@ def _attend(
         multiply = tl.load(key_scale + entry, mask=there, other=0.0) * scale
         add = tl.load(log_weight + entry, mask=there, other=float("-inf")) * LOG2E
         share = tl.load(value_scale + entry, mask=there, other=0.0)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * multiply[None, :] + add[None, :]  # [BM, BN]
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if Z > 0:
+            products = _with_rest(products, q_rest, keys + V, place, there, keys_token, Z, ZP, UPCAST, PRECISION)
+        logits = products * multiply[None, :] + add[None, :]
         new_largest = tl.maximum(largest, tl.max(logits, 1))
         top = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # all weights so far may be 0
         p = tl.exp2(logits - top[:, None])
@@ -335,6 +362,28 @@ def _attend(
 
 
 @triton.jit
+def _with_rest(
+    products,  # [BM, BN]
+    q_rest,  # [BM, ZP]
+    keys,  # at the first number of the rest
+    place,  # [BN]
+    there,
+    keys_token,
+    Z: tl.constexpr,
+    ZP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`products` with those of the last Z numbers of queries and keys."""
+    column = tl.arange(0, ZP)
+    inside = there[:, None] & (column < Z)[None, :]
+    k = tl.load((keys + place * keys_token)[:, None] + column[None, :], mask=inside, other=0.0)
+    if UPCAST:
+        k = k.to(tl.float32)
+    return tl.dot(q_rest, tl.trans(k), products, input_precision=PRECISION)
+
+
+@triton.jit
 def _merged(
     partial_output,
     partial_sums,
@@ -343,8 +392,8 @@ def _merged(
     kv_head,
     live,  # [BM]
     J: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
     BM: tl.constexpr,
 ):
     """What one program would have read, from the results of work items `first` to `end`.
@@ -352,8 +401,8 @@ def _merged(
     They come from other processors, so they are read around the cache of this one.
     """
     lane = tl.arange(0, BM)
-    column = tl.arange(0, DP)
-    inside = live[:, None] & (column < D)[None, :]
+    column = tl.arange(0, VP)
+    inside = live[:, None] & (column < V)[None, :]
     largest = tl.full([BM], float("-inf"), tl.float32)
     for item in tl.range(first, end, loop_unroll_factor=4):
         part = (item * J + kv_head).to(tl.int64) * BM
@@ -361,23 +410,23 @@ def _merged(
         largest = tl.maximum(largest, tl.load(sums, mask=live, other=float("-inf"), cache_modifier=".cg"))
     top = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.zeros([BM], tl.float32)
-    read = tl.zeros([BM, DP], tl.float32)
+    read = tl.zeros([BM, VP], tl.float32)
     for item in tl.range(first, end, loop_unroll_factor=4):
         part = (item * J + kv_head).to(tl.int64) * BM
         sums = partial_sums + part * 2 + lane
         weight = tl.exp2(tl.load(sums, mask=live, other=float("-inf"), cache_modifier=".cg") - top)
         total += tl.load(sums + BM, mask=live, other=0.0, cache_modifier=".cg") * weight
-        places = partial_output + (part + lane)[:, None] * D + column[None, :]
+        places = partial_output + (part + lane)[:, None] * V + column[None, :]
         read += tl.load(places, mask=inside, other=0.0, cache_modifier=".cg") * weight[:, None]
     return largest, total, read
 
 
 @triton.jit
 def _add_maps(
-    result,  # [ROWS * LANES, DP]
-    own,  # [ROWS * LANES, DP], of self-attention
+    result,  # [ROWS * LANES, VP]
+    own,  # [ROWS * LANES, VP], of self-attention
     slot_value_gate,
-    map_in,  # [Q, G D] of one KV head
+    map_in,  # [Q, G V] of one KV head
     map_out,
     map_index,  # [M] of one slot
     map_weight,
@@ -388,21 +437,21 @@ def _add_maps(
     G: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
     BK: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """`result` with what the maps make of self-attention's output."""
-    vector = tl.arange(0, LANES * DP)
-    head = vector // DP
-    column = vector % DP
-    known = (head < G) & (column < D)
-    blocks = tl.reshape(own, [ROWS, LANES * DP])
+    vector = tl.arange(0, LANES * VP)
+    head = vector // VP
+    column = vector % VP
+    known = (head < G) & (column < V)
+    blocks = tl.reshape(own, [ROWS, LANES * VP])
     if UPCAST:
         blocks = blocks.to(tl.float32)
-    result = tl.reshape(result, [ROWS, LANES * DP])
+    result = tl.reshape(result, [ROWS, LANES * VP])
     # A memory has few map rows, and their tiles are wide: reads that overlap would not fit into the shared memory.
     for start in tl.range(0, end, BK, num_stages=1):
         k = start + tl.arange(0, BK)
@@ -411,12 +460,12 @@ def _add_maps(
         first = tl.load(map_index + entry, mask=there, other=0)
         map_place = (first + k % rows_each).to(tl.int64)
         inside = there[:, None] & known[None, :]
-        a = tl.load((map_in + map_place * map_in_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
-        b = tl.load((map_out + map_place * map_out_row)[:, None] + (head * D + column)[None, :], mask=inside, other=0.0)
+        a = tl.load((map_in + map_place * map_in_row)[:, None] + (head * V + column)[None, :], mask=inside, other=0.0)
+        b = tl.load((map_out + map_place * map_out_row)[:, None] + (head * V + column)[None, :], mask=inside, other=0.0)
         weight = tl.load(map_weight + entry, mask=there, other=0.0) * slot_value_gate
         if UPCAST:
             a = a.to(tl.float32)
         inner = tl.dot(blocks, tl.trans(a), input_precision=PRECISION) * weight[None, :]  # [ROWS, BK]
         # Float32, because an inner product of half a model's outputs need not fit into float16.
         result = tl.dot(inner, b.to(tl.float32), result, input_precision=PRECISION)
-    return tl.reshape(result, [ROWS * LANES, DP])
+    return tl.reshape(result, [ROWS * LANES, VP])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -19,6 +20,13 @@ class MemoryRows:
     maps: bool  # some memory has maps
     merged: bool  # some memory is merged
 
+    def pieces(self, size: int) -> Iterator[tuple[slice, MemoryRows]]:
+        """Each `size` adjacent rows by themselves, but for those without any memory."""
+        for first in range(0, len(self.slots), size):
+            rows = slice(first, first + size)
+            if self.slots[rows].any():
+                yield rows, replace(self, slots=self.slots[rows], lengths=self.lengths[rows])
+
 
 @dataclass(frozen=True)
 class KernelGeometry:
@@ -27,6 +35,7 @@ class KernelGeometry:
     kv_heads: int  # J
     heads_per_kv_head: int  # G
     head_size: int  # D
+    value_size: int  # V; below D for latents, which have no maps
     element_size: int  # bytes
     most_tokens: int  # of a memory: those of the pool
     processors: Processors
@@ -50,16 +59,21 @@ class KernelGeometry:
             slots=num_rows,
             largest_slot=num_rows,
             longest=self.most_tokens,
-            maps=True,
+            maps=self.has_maps,
             lse=lse,
         )
+
+    @property
+    def has_maps(self) -> bool:
+        """Whether memories may have any."""
+        return self.value_size == self.head_size
 
     def variants(self, lse: bool) -> list[LaunchShape]:
         """A launch of each kind that steps and graphs can need; `lse` if memory may be merged."""
         found: dict[tuple[int, ...], LaunchShape] = {}
         lanes = [1 << power for power in range(MOST_LANES.bit_length())]
         for of_tile, longest, maps, merged in product(
-            lanes, (SMALL_MEMORY, self.most_tokens), (False, True), {False, lse}
+            lanes, (SMALL_MEMORY, self.most_tokens), {False, self.has_maps}, {False, lse}
         ):
             rows = max(1, of_tile // lanes_per_row(self.heads_per_kv_head, maps))
             # As few tiles as keep their height: with fewer they are lower, with many more no memory is split.
@@ -80,6 +94,7 @@ class KernelGeometry:
             heads_per_kv_head=self.heads_per_kv_head,
             kv_heads=self.kv_heads,
             head_size=self.head_size,
+            value_size=self.value_size,
             element_size=self.element_size,
             maps=maps,
             lse=lse,

@@ -15,6 +15,7 @@ from .tiles import LaunchShape, Processors, lanes_per_row
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_SIZES = range(16, 257, 8)
+LATENT_SIZES, ROTATED_SIZES = range(16, 513, 8), range(16, 129, 8)  # of values, and of what keys have beside them
 MOST_HEADS_PER_KV_HEAD = 128
 MAP_ROWS_AT_A_TIME = 16
 INTEGERS = dict.fromkeys(
@@ -43,7 +44,7 @@ def add_memory(
         pool, tables: as `check` has accepted them.
         step: a plan for `shape`.
         query: [R, H, D], rotated.
-        output: [R, H, D], of self-attention.
+        output: [R, H, V], of self-attention.
         self_lse: [R, H] float32, the natural log-sum-exp of self-attention, with any strides; needed if `shape.lse`.
         scale: the softmax scale.
 
@@ -67,10 +68,10 @@ def arguments_of(
 ) -> dict[str, Any]:
     """The kernel's arguments by name, with Triton's `num_warps` and `num_stages`; without any check."""
     _, H, D = query.shape
-    J = pool.keys.shape[0]
+    J, V = pool.keys.shape[0], pool.values.shape[-1]
     G = H // J
     lse = self_lse if shape.lse else None
-    of_step = _arguments_of_step(tables, step, shape, J, D)
+    of_step = _arguments_of_step(tables, step, shape, J, V)
     return {
         **(pool.arguments_with_maps if shape.maps else pool.arguments),
         **of_step,
@@ -84,6 +85,8 @@ def arguments_of(
         "output_head": output.stride(1),
         "lse_row": 0 if lse is None else lse.stride(0),
         "lse_head": 0 if lse is None else lse.stride(1),
+        "Z": D - V,
+        "ZP": 0 if D == V else triton.next_power_of_2(D - V),
         "G": G,
         "LANES": lanes_per_row(G, shape.maps),
         # The interpreter multiplies the bits of bfloat16 numbers as if they were whole numbers.
@@ -94,7 +97,7 @@ def arguments_of(
 
 
 @lru_cache(maxsize=1)  # every layer of a step asks
-def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape, J: int, D: int) -> dict[str, Any]:
+def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape, J: int, V: int) -> dict[str, Any]:
     """Layers run one after the other and share the partial results. Raises ValueError: the plan has other sizes."""
     if (found := tuple(tuple(tensor.shape) for tensor in step.plan)) != shape.plan_sizes:
         raise ValueError(
@@ -103,7 +106,7 @@ def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape
         )
     partial_output = partial_sums = None
     if shape.split:
-        parts = (shape.parts, J, shape.block_rows, D)
+        parts = (shape.parts, J, shape.block_rows, V)
         partial_output = torch.empty(parts, dtype=torch.float32, device=step.count.device)
         partial_sums = torch.empty((*parts[:2], 2, parts[2]), dtype=torch.float32, device=step.count.device)
     return {
@@ -115,8 +118,8 @@ def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape
         "map_slot": tables.map_index.stride(0),
         "height": shape.height,
         "J": J,
-        "D": D,
-        "DP": triton.next_power_of_2(D),
+        "V": V,
+        "VP": triton.next_power_of_2(V),
         "BM": shape.block_rows,
         "BN": shape.block_tokens,
         "BK": MAP_ROWS_AT_A_TIME,
@@ -142,7 +145,14 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
     """
     heads, tokens, head_size = pool.keys.shape
     slots, entries = tables.token_index.shape
-    if head_size not in HEAD_SIZES:
+    value_size = pool.values.shape[-1]
+    if value_size < head_size:
+        if value_size not in LATENT_SIZES or head_size - value_size not in ROTATED_SIZES:
+            raise ValueError(
+                f"memory attention on GPUs needs latents of a multiple of 8 numbers, up to {LATENT_SIZES[-1]} and "
+                f"{ROTATED_SIZES[-1]} that are rotated, found {value_size} and {head_size - value_size}"
+            )
+    elif head_size not in HEAD_SIZES:
         raise ValueError(
             f"memory attention on GPUs needs a head size that is a multiple of 8 from {HEAD_SIZES[0]} to "
             f"{HEAD_SIZES[-1]}, found {head_size}"
@@ -156,9 +166,9 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
         raise ValueError(f"the pool must be {', '.join(map(str, DTYPES))}, found {pool.keys.dtype}")
     if (pool.map_in is None) != (pool.map_out is None):
         raise ValueError("a pool has both parts of its maps or none")
-    width = num_heads // heads * head_size
+    width = num_heads // heads * value_size
     maps = tables.map_index.shape[1]
-    like_keys: dict[str, tuple[int, ...]] = {"keys": (heads, tokens, head_size), "values": (heads, tokens, head_size)}
+    like_keys: dict[str, tuple[int, ...]] = {"keys": (heads, tokens, head_size), "values": (heads, tokens, value_size)}
     if pool.map_in is not None:
         like_keys |= dict.fromkeys(("map_in", "map_out"), (heads, pool.map_in.shape[1], width))
     of_layer = like_keys | dict.fromkeys(("value_gate", "bias"), (slots,))
@@ -180,9 +190,10 @@ def _check_call(pool: LayerPool, query: Tensor, output: Tensor, self_lse: Tensor
             f"the kernels are {'interpreted' if INTERPRETED else 'compiled'}, and the query is on {query.device}: "
             "TRITON_INTERPRET=1 must be set before triton is first imported, and only where there is no GPU"
         )
-    if query.dtype != pool.keys.dtype or output.dtype != query.dtype or output.shape != query.shape:
+    of_output = (*query.shape[:-1], pool.values.shape[-1])
+    if query.dtype != pool.keys.dtype or output.dtype != query.dtype or output.shape != of_output:
         raise ValueError(
-            f"query and output must be {pool.keys.dtype} of one shape, "
+            f"query and output must be {pool.keys.dtype}, the output {list(of_output)}, "
             f"found {query.dtype} {list(query.shape)} and {output.dtype} {list(output.shape)}"
         )
     if query.stride(-1) != 1 or output.stride(-1) != 1:

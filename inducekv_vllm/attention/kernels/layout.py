@@ -19,11 +19,11 @@ class LayerPool:
     """One layer of the resident pool. What no slot names is never read, so it may be NaN."""
 
     keys: Tensor  # [J, P, D], not rotated; the last dimension is contiguous
-    values: Tensor  # [J, P, D], not times the value gate
+    values: Tensor  # [J, P, V], not times the value gate
     value_gate: Tensor  # [N + 1] float32, this layer's value gate of each slot
     bias: Tensor  # [N + 1] float32
-    map_in: Tensor | None = None  # [J, Q, G D]; None: the pool has no maps
-    map_out: Tensor | None = None  # [J, Q, G D], transposed, not times the value gate
+    map_in: Tensor | None = None  # [J, Q, G V]; None: the pool has no maps
+    map_out: Tensor | None = None  # [J, Q, G V], transposed, not times the value gate
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

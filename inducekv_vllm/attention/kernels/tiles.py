@@ -94,6 +94,7 @@ def launch_shape(
     heads_per_kv_head: int,
     kv_heads: int,
     head_size: int,
+    value_size: int,
     element_size: int,
     maps: bool,
     lse: bool,
@@ -113,6 +114,8 @@ def launch_shape(
     wide = element_size > 2 or head_size > 128
     least = max(LOW_TILE, _power_of_2(per_row))  # to which tiles are lowered if there are too few for all processors
     most = max(MOST_LANES // 2 if wide else MOST_LANES, least)
+    if is_latent := value_size < head_size:
+        least = most = _power_of_2(per_row)  # with more lanes, what they have read spills
     block_rows = min(max(_power_of_2(largest_slot * per_row), LEAST_LANES), most)
     while block_rows > least and -(-rows // (block_rows // per_row)) * kv_heads < processors.count:
         block_rows //= 2
@@ -120,8 +123,9 @@ def launch_shape(
     tiles = most_tiles(rows, slots, height)
     fewest = -(-rows // height)
     split = longest > SMALL_MEMORY and fewest * kv_heads < PROGRAMS_PER_PROCESSOR * processors.count
-    padded = _power_of_2(head_size)
-    block_tokens, stages = _pipeline(block_rows, padded, element_size, processors.shared_memory)
+    padded = _power_of_2(value_size)
+    rest = _power_of_2(head_size - value_size) if is_latent else 0
+    block_tokens, stages = _pipeline(block_rows, padded, rest, element_size, processors.shared_memory)
     wanted = _wanted_items(kv_heads, processors)
     crowded = block_rows > LANES_OF_FOUR_WARPS or (maps and per_row * padded > MAP_OF_FOUR_WARPS)
     return LaunchShape(
@@ -136,7 +140,7 @@ def launch_shape(
         block_tokens=block_tokens,
         maps=maps,
         lse=lse,
-        warps=8 if crowded else 4,
+        warps=8 if crowded or is_latent else 4,
         stages=stages,
     )
 
@@ -204,14 +208,15 @@ def _share_out(tokens: npt.NDArray[np.integer], shape: LaunchShape, plan: StepPl
     plan.count.fill(len(tile))
 
 
-def _pipeline(block_rows: int, head_size: int, element_size: int, shared_memory: int) -> tuple[int, int]:
+def _pipeline(block_rows: int, value_size: int, rest: int, element_size: int, shared_memory: int) -> tuple[int, int]:
     """How many tokens to read at a time, and how many such reads overlap, so that they fit into the shared memory."""
-    room = shared_memory - 2 * block_rows * head_size * element_size  # beside queries and results
+    numbers = 2 * value_size + rest  # of a query and its result, and of a key and its value
+    room = shared_memory - block_rows * numbers * element_size
     is_low = block_rows <= LOW_TILE
     block_tokens = MOST_TOKENS if is_low else MOST_TOKENS // 2
-    if element_size > 2 or head_size > 128:
+    if element_size > 2 or value_size > 128:
         block_tokens //= 2
-    token = 2 * head_size * element_size  # bytes of a key and its value
+    token = numbers * element_size  # bytes of a key and its value
     while block_tokens * token > room and block_tokens > LEAST_TOKENS:
         block_tokens //= 2
     return block_tokens, 1 + min(1 if is_low else 2, max(1, room // (block_tokens * token)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from .layout import LayerPool, SlotTables, StepTensors
 from .tiles import LaunchShape
 
-Partial = tuple[Tensor, Tensor, Tensor]  # largest logit [n, H], sum of exp(logit - largest) [n, H], values [n, H, D]
+Partial = tuple[Tensor, Tensor, Tensor]  # largest logit [n, H], sum of exp(logit - largest) [n, H], values [n, H, V]
 
 
 def add_memory(
@@ -65,13 +65,13 @@ def attend(
     if first >= 0:
         place, key_scale, log_weight = first + token, torch.ones_like(key_scale), torch.zeros_like(log_weight)
         value_scale = key_scale
-    keys, values = pool.keys[:, place].float(), pool.values[:, place].float()  # [J, s, D]
+    keys, values = pool.keys[:, place].float(), pool.values[:, place].float()  # [J, s, D] and [J, s, V]
     grouped = query.float().view(n, J, H // J, D)
     logits = torch.einsum("njgd,jsd->njgs", grouped, keys) * scale * key_scale + log_weight
     largest = logits.amax(-1) if end > begin else logits.new_full((n, J, H // J), -torch.inf)
     weights = (logits - _finite(largest)[..., None]).exp()  # [n, J, G, s]
     read = torch.einsum("njgs,jsd->njgd", weights * value_scale, values)
-    return largest.reshape(n, H), weights.sum(-1).reshape(n, H), read.reshape(n, H, D)
+    return largest.reshape(n, H), weights.sum(-1).reshape(n, H), read.reshape(n, H, -1)
 
 
 def merge(parts: list[Partial]) -> Partial:
@@ -86,7 +86,7 @@ def merge(parts: list[Partial]) -> Partial:
 def finish(
     pool: LayerPool, tables: SlotTables, slot: int, memory: Partial, own: Tensor, self_lse: Tensor | None
 ) -> Tensor:
-    """Merge memory with the output of self-attention own [n, H, D] and add the maps: [n, H, D] float32."""
+    """Merge memory with the output of self-attention own [n, H, V] and add the maps: [n, H, V] float32."""
     largest, total, read = memory
     bias, value_gate = pool.bias[slot], pool.value_gate[slot]
     largest = largest + bias
@@ -104,17 +104,17 @@ def finish(
 
 
 def mapped(pool: LayerPool, tables: SlotTables, slot: int, own: Tensor) -> Tensor:
-    """What the maps make of the output of self-attention own [n, H, D], before the value gate: [n, H, D]."""
+    """What the maps make of the output of self-attention own [n, H, V], before the value gate: [n, H, V]."""
     assert pool.map_in is not None
     assert pool.map_out is not None
-    n, H, D = own.shape
+    n, H, V = own.shape
     J = pool.map_in.shape[0]
     row, rank = torch.arange(int(tables.map_length[slot]), device=own.device), tables.map_rank[slot]
     entry = row // rank  # [k]
     place = tables.map_index[slot, entry] + row % rank  # [k]
-    blocks = own.float().view(n, J, H // J * D)
+    blocks = own.float().view(n, J, H // J * V)
     inner = torch.einsum("njw,jkw->njk", blocks, pool.map_in[:, place].float()) * tables.map_weight[slot, entry]
-    return torch.einsum("njk,jkw->njw", inner, pool.map_out[:, place].float()).reshape(n, H, D)
+    return torch.einsum("njk,jkw->njw", inner, pool.map_out[:, place].float()).reshape(n, H, V)
 
 
 def _finite(largest: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ J, G, D, m, B, C = 2, 3, 64, 4, 6, 32
 H, SCALE = J * G, 0.2
 CONDITIONS = [("sqrt", None, False), ("sqrt", 2, True), ("prior", None, False), ("prior", 2, False)]
 
-SHAPE = PoolShape(entries=12, num_layers=1, num_kv_heads=J, heads_per_kv_head=G, head_size=D)
+SHAPE = PoolShape(entries=12, num_layers=1, num_kv_heads=J, heads_per_kv_head=G, head_size=D, value_size=D)
 
 
 def _bundle(dtype: torch.dtype, weighting: Weighting, seed: int = 0, **changes: Any) -> ResidentBundle:

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import OutOfResources
 
+from inducekv_vllm.attention import kernel_memory
 from inducekv_vllm.attention.attach import attach
-from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
+from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep, active_rows
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import rows_with_memory
 from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.tiles import Processors
+from inducekv_vllm.attention.latent import LatentLayer, attach_latent
 from inducekv_vllm.attention.merged.cpu import prefill_memory_attention
 from inducekv_vllm.attention.merged.merge import merge_memory
 from inducekv_vllm.attention.pool import PoolShape
@@ -40,7 +42,7 @@ from tests.unit.inducekv_vllm.attention.pools import (
     store,
 )
 
-SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16)
+SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16, value_size=16)
 J, H, D = 2, 6, 16
 SCALE = D**-0.5
 MOST = 8  # rows of the largest graph
@@ -69,7 +71,7 @@ class World:
             add_memory(*arguments)
 
         arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
-        model: Any = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
+        model: Any = SimpleNamespace(use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
         self.attention = KernelMemoryAttention(self.pool, self.tables, CPU, model, add_memory=record, **arguments)
 
     def begin(self, step: Step, graph_rows: int | None = None) -> None:
@@ -246,7 +248,7 @@ def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() 
 
 
 def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
-    shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12)
+    shape = PoolShape(entries=8, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=12, value_size=12)
     tables = KernelTables(2, 8, 1, CPU)
     pool, model = poisoned_pool(shape), SimpleNamespace()
     message = r"cannot serve memory: .*head size that is a multiple of 8 from 16 to 256, found 12"
@@ -296,3 +298,95 @@ def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() ->
     world.begin([(None, 0, 0, 5), (None, 0, 9, 1)])  # nothing is scaled, or launched, for rows without memory
     unscaled: Any = SimpleNamespace()
     assert torch.equal(impl.forward(unscaled, rounded, None, None, None, object(), own.clone()), own)
+
+
+class OfLatents:
+    """As vLLM's `MLAAttention`: 20 heads, latents of 32 and 16 rotated numbers."""
+
+    qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim, scale = 24, 16, 32, 8, 0.2
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.impl = self
+        self.W_UK_T = torch.randn(20, 24, 32, generator=generator) / 5
+        self.W_UV = torch.randn(20, 32, 8, generator=generator) / 5
+        self.cached: list[Tensor] = []
+
+    def update_kv_cache(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor) -> None:
+        self.cached += [kv_c_normed, k_pe]
+
+    def forward_impl(
+        self, q: Tensor, k_c: Tensor, k_pe: Tensor, kv_cache: Any, metadata: Any, output: Tensor
+    ) -> Tensor:
+        return output
+
+
+@pytest.mark.parametrize("add_memory", [twin.add_memory, launch.add_memory])
+@pytest.mark.parametrize("at_a_time", [3, 1024])
+def test_latents(add_memory: Any, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU as on a CPU, and as the formula says; also in pieces of a long prompt, and in a graph."""
+    monkeypatch.setattr(kernel_memory, "LATENT_ROWS", at_a_time)
+    shape = PoolShape(entries=12, num_layers=2, num_kv_heads=1, heads_per_kv_head=20, head_size=48, value_size=32)
+    pool, tables = poisoned_pool(shape), KernelTables(4, 6, 2, CPU)
+    fields: Any = {"form": "decoupled", "weighting": "prior", "activations": {"t": "prompt"}}
+    bundle = store(pool, fitting_bundle(shape, 6, 4, seed=2, **fields))
+    memories = [random_memory(bundle, top_k, False, seed=slot, slot=slot) for slot, top_k in ((1, 4), (2, 6))]
+    for memory in memories:
+        tables.write(memory)
+    of_gpu: Any = SimpleNamespace(use_mla=True)
+    kernels = KernelMemoryAttention(pool, tables, CPU, of_gpu, Processors(2), MOST, add_memory)
+    kernels.attach(full_attention(), {}, [])
+    assert "latent attention (MLA)" in str(kernels.merged_refusal)
+    kernels.warm_up()
+    layer, plain = OfLatents(), OfLatents()
+    attach_latent("layers.1", layer, 1, kernels)
+    steps: list[Step] = [[(None, 0, 0, 4), (0, 1, 0, 4), (1, 0, 3, 2)], [(None, 0, 3, 1), (1, 0, 3, 1), (0, 0, 9, 1)]]
+    for step, graph_rows in ((steps[0], None), (steps[1], 4)):
+        rows = rows_of(step, graph_rows)
+        acting = acting_rows(requests_of(memories, step), rows)
+        generator = torch.Generator().manual_seed(0)
+        R = graph_rows or sum(each[3] for each in step)
+        query, own = torch.randn(R, 20, 40, generator=generator), torch.randn(R, 20 * 8, generator=generator)
+        kernels.begin_step(rows, acting)
+        if graph_rows is not None:
+            kernels._in_step = False  # as a graph was captured
+        nothing: Any = None
+        found = layer.forward_impl(query, nothing, nothing, None, object(), own.clone())
+        kernels.end_step()
+        on_cpu, expected = DecoupledStep(active_rows(acting)), own.clone()
+        on_cpu.add_latent(1, LatentLayer("x", plain), query, expected)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        by_hand = own.clone()
+        for each in acting:
+            stored, terms = each.memory.bundle.layers[1], each.memory
+            keys, values = terms.read(1)
+            weights = torch.zeros(terms.num_tokens) if terms.log_weight is None else terms.log_weight
+            for row, head in np.ndindex(each.end - each.first, 20):
+                row += each.first
+                absorbed = torch.cat([query[row, head, :24] @ plain.W_UK_T[head], query[row, head, 24:]])
+                logits = keys[0] @ absorbed * plain.scale + weights + stored.bias
+                share = torch.cat([logits, torch.zeros(1)]).softmax(0)[:-1]
+                added = stored.value_gate * (share @ values[0]) @ plain.W_UV[head]
+                by_hand[row, 8 * head : 8 * head + 8] += added
+        torch.testing.assert_close(expected, by_hand, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(expected, own)
+
+
+def test_latents_that_are_not_finite_do_not_reach_the_cache() -> None:
+    """On a CPU, whose attention multiplies unused slots of a block by 0."""
+    shape = PoolShape(entries=12, num_layers=2, num_kv_heads=1, heads_per_kv_head=20, head_size=48, value_size=32)
+    fields: Any = {"form": "decoupled", "weighting": "prior", "activations": {"t": "prompt"}}
+    memory = random_memory(store(poisoned_pool(shape), fitting_bundle(shape, 6, 4, **fields)), 4, False, seed=1)
+    layer, step = OfLatents(), DecoupledStep([ActiveRows(slice(1, 2), memory)])
+    attach_latent("layers.1", layer, 1, step)
+    layer.update_kv_cache(torch.full((2, 32), math.inf), torch.full((2, 1, 16), math.nan), torch.zeros(1))
+    for cached in layer.cached:
+        assert cached[1].isfinite().all()
+        assert not cached[0].isfinite().any()  # not memory's: as vLLM leaves it
+
+
+def test_latents_that_are_packed_are_refused() -> None:
+    layer = OfLatents()
+    del layer.W_UV
+    with pytest.raises(UnsupportedModel, match=r"layer layers\.3 uses OfLatents, .* latents packed; .* CPU_MLA"):
+        attach_latent("layers.3", layer, 3, DecoupledStep())

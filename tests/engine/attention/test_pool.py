@@ -17,7 +17,7 @@ from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
 
 # 54 times 3 tokens; bundles of 4 entries of 5 tokens with maps of rank 2 take 7 + 8 of them
-SHAPE = PoolShape(entries=20, num_layers=3, num_kv_heads=2, heads_per_kv_head=3, head_size=8)
+SHAPE = PoolShape(entries=20, num_layers=3, num_kv_heads=2, heads_per_kv_head=3, head_size=8, value_size=8)
 
 
 def check_contents(resident: ResidentBundle, bundle: Bundle) -> None:
@@ -81,7 +81,7 @@ def test_what_is_freed_is_overwritten_after_the_last_reference_and_nothing_else(
 
 
 def test_a_pool_that_holds_nothing_else_holds_the_entries_it_was_made_for() -> None:
-    shape = PoolShape(entries=6, num_layers=1, num_kv_heads=1, heads_per_kv_head=4, head_size=8)
+    shape = PoolShape(entries=6, num_layers=1, num_kv_heads=1, heads_per_kv_head=4, head_size=8, value_size=8)
     pool = poisoned_pool(shape)
     resident = store(pool, fitting_bundle(shape, 6, 8))
     assert pool.num_free_tokens == 0
@@ -100,13 +100,28 @@ def test_a_failed_copy_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_pool_larger_than_the_machine_is_refused() -> None:
-    shape = PoolShape(entries=2**27, num_layers=100, num_kv_heads=8, heads_per_kv_head=1, head_size=128)
+    shape = PoolShape(entries=2**27, num_layers=100, num_kv_heads=8, heads_per_kv_head=1, head_size=128, value_size=128)
     with pytest.raises(CapacityError, match=r"--memory-pool-entries 134217728 needs .* MiB \(6553600 bytes an entry\)"):
         MemoryPool(shape, torch.float32, CPU)
 
 
+def test_latents_have_values_of_their_own_size() -> None:
+    shape = PoolShape(entries=6, num_layers=2, num_kv_heads=1, heads_per_kv_head=4, head_size=12, value_size=8)
+    pool = poisoned_pool(shape)
+    assert pool.shape.nbytes(torch.float32) == pool.keys.nbytes + pool.values.nbytes
+    bundle = fitting_bundle(shape, 3, 5)
+    resident = store(pool, bundle)
+    check_contents(resident, bundle)
+    assert resident.nbytes == 2 * 16 * (12 + 8) * 4  # 15 tokens, in whole rows of 4
+    wider = PoolShape(entries=6, num_layers=2, num_kv_heads=1, heads_per_kv_head=4, head_size=12, value_size=12)
+    with pytest.raises(UnsupportedModel, match=r"of size 12 \(values of 8\) on this rank, .* KV heads of size 12$"):
+        store(pool, fitting_bundle(wider, 3, 5))
+    resident.region.release()
+    assert not pool.values[:, :, :16].any()
+
+
 def test_another_geometry_is_refused() -> None:
-    other = PoolShape(entries=20, num_layers=4, num_kv_heads=2, heads_per_kv_head=3, head_size=8)
+    other = PoolShape(entries=20, num_layers=4, num_kv_heads=2, heads_per_kv_head=3, head_size=8, value_size=8)
     with pytest.raises(UnsupportedModel, match=r"3 layers of 2 KV heads of size 8 .* 4 layers of 2 KV heads of size 8"):
         store(poisoned_pool(SHAPE), fitting_bundle(other, 2, 2))
 

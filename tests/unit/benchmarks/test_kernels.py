@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.geometries import GEOMETRIES
+from benchmarks.geometries import GEOMETRIES, LATENT_GEOMETRIES
 from benchmarks.kernels import attention, rivals
 from benchmarks.kernels.compiled import programs_of_a_processor
 from benchmarks.kernels.rivals import Inputs
@@ -139,6 +139,15 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     """To machine code for an H100, with real bfloat16 products; the assembler comes with Triton."""
     lines = _compiled("--geometry", "tiny", "--rows", "1", "--forms", "merged")
     assert [re.split(r", |: ", line)[4] for line in lines] == ["in a graph", "by itself", "by itself"]  # short, long
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
+def test_latents_compile_for_a_gpu(capability: str, dtype: str) -> None:
+    """A key of 576 and a value of 512 fit every GPU, and little spills."""
+    arguments = ["--geometry", *LATENT_GEOMETRIES, "--capability", capability, "--dtype", dtype, "--most-spilled", "64"]
+    assert _compiled(*arguments)
 
 
 @pytest.mark.slow

@@ -25,7 +25,9 @@ from inducekv_vllm.bundle import (
     METADATA_KEY,
     Bundle,
     EntryRecord,
+    FactRecord,
     bundle_digest,
+    bundle_without_entries,
     check_bundle,
     file,
     read_bundle,
@@ -35,7 +37,7 @@ from inducekv_vllm.bundle import (
 )
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
 from inducekv_vllm.gate import TurnMarks
-from tests.bundles import FINGERPRINT, D, J, L, d, random_bundle, random_gate, random_gated_bundle
+from tests.bundles import FINGERPRINT, D, J, L, d, random_bundle, random_gate, random_gated_bundle, random_maps, remade
 
 PLAIN, GATED = random_bundle(), random_gated_bundle()  # not to be changed
 GATE = random_gate()
@@ -98,6 +100,33 @@ def test_round_trip_keeps_every_bit(path: Path, bundle: Bundle) -> None:
 
     path.write_bytes(b"\0" * path.stat().st_size)  # in place: a memory map would show it
     assert torch.equal(again.payload_keys, bundle.payload_keys)
+
+
+def test_values_of_another_size_than_keys(path: Path) -> None:
+    """Latents (MLA). What has one size for both is stored as it was before."""
+    assert "value_dim" not in json.dumps(PLAIN.metadata.model_dump(mode="json"))
+    assert PLAIN.metadata.backbone.num_features == J * D
+    backbone = FINGERPRINT.model_copy(update={"value_dim": D - 2})
+    gate = random_gate(backbone)
+    bundle = random_gated_bundle(
+        backbone=backbone, payload_values=PLAIN.payload_values[..., :-2], gate=gate, form="decoupled",
+        weighting="uniform", activations=dict.fromkeys("ab", "prompt"),
+    )  # fmt: skip
+    write_bundle(bundle, path)
+    again = read_bundle(path, backbone=backbone)
+    assert again.metadata == bundle.metadata
+    assert torch.equal(again.payload_values, bundle.payload_values)
+    with pytest.raises(FingerprintMismatch, match=f"value_dim: {D - 2}, the model has None"):
+        read_bundle(path, backbone=FINGERPRINT)
+    with pytest.raises(BundleError, match=r"payload_values must be torch.float16 \[.*6\], found .*8\]"):
+        random_bundle(backbone=backbone)
+    with pytest.raises(BundleError, match=r"a memory of latents \(MLA\) has no maps of the attention output"):
+        remade(bundle, **random_maps(bundle.payload_keys.shape, 2, 2))
+    empty = bundle_without_entries(
+        backbone, recipe="refined", settings={},
+        facts=(FactRecord(id="f", task="t", source_digest="ab", question="q", answer="a"),),
+    )  # fmt: skip
+    assert empty.payload_values.shape[-1] == D - 2
 
 
 def gate_size(C: int, S: int, P: int) -> int:

@@ -18,7 +18,7 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     MistralConfig,
-    Qwen3NextConfig,
+    Qwen3Config,
     T5Config,
 )
 
@@ -190,9 +190,8 @@ def test_whether_activations_are_rounded() -> None:
 TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
 TEXT |= {"num_key_value_heads": 2}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-EXPERTS_OF_QWEN = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
-LINEAR = {"layer_types": ["linear_attention", "full_attention"], **EXPERTS_OF_QWEN}
+INDEXED = {"layer_types": ["indexed_attention", "full_attention"]}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
 LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
 
@@ -201,8 +200,7 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_t
     ("config", "settings", "reason"),
     [
         (MistralConfig, {"sliding_window": 16}, "every layer has a sliding window, of 16 tokens"),
-        (Qwen3NextConfig, LINEAR, "not trained in layers with linear_attention"),
-        (DeepseekV2Config, LATENT, "multi-head latent attention"),
+        (Qwen3Config, INDEXED, "not trained in layers with indexed_attention"),
     ],
 )
 def test_attention_that_memory_is_not_trained_with(
@@ -219,6 +217,7 @@ def test_attention_that_memory_is_not_trained_with(
         (Gemma2Config, {}, "a sliding window in 1 of 2"),
         (Gemma2Config, FULL, "a soft cap on its logits"),
         (GptOssConfig, FULL | EXPERTS, "sinks"),
+        (DeepseekV2Config, LATENT, r"multi-head latent attention \(MLA\)"),
     ],
 )
 def test_attention_that_merged_memory_is_not_trained_with(

@@ -51,6 +51,17 @@ def test_the_table_of_the_paper(model: str) -> None:
     assert [f"{row.mebibytes:.2f}" for row in rows] == [f"{size:.2f}" for size in mebibytes]
 
 
+def test_latents_are_counted_as_they_are_stored() -> None:
+    """A token of latent attention (MLA) has 576 + 512 numbers a layer; the paper counts those of each head."""
+    config, mebibytes = CONFIGS["DeepSeek-VL2-small"]
+    latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    geometry = text_geometry(config["language_config"] | latents)
+    assert (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim) == (1, 576, 512)
+    assert geometry.per_head is not None
+    assert [f"{row.mebibytes:.2f}" for row in plan(geometry.per_head)] == [f"{size:.2f}" for size in mebibytes]
+    assert plan(geometry)[0].bytes == 64 * (2 * 2048 + 2 * 27 * 8 * (576 + 512))
+
+
 def test_sizes_that_are_left_out() -> None:
     """LLaVA 1.5's file names the text model and hardly a size; transformers knows its class."""
     flat = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

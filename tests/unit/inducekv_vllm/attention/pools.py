@@ -31,10 +31,11 @@ def fitting_bundle(
     shape: PoolShape, num_entries: int, payload_tokens: int, seed: int = 0, map_rank: int = 0, **changes: Any
 ) -> Bundle:
     """A random bundle for this pool; with `map_rank`, a decoupled one with maps."""
-    L, J, D = shape.num_layers, shape.num_kv_heads, shape.head_size
-    backbone = FINGERPRINT.model_copy(update={"num_layers": L, "num_kv_heads": J, "head_dim": D})
+    L, J, D, V = shape.num_layers, shape.num_kv_heads, shape.head_size, shape.value_size
+    sizes = {"num_layers": L, "num_kv_heads": J, "head_dim": D, "value_dim": None if V == D else V}
+    backbone = FINGERPRINT.model_copy(update=sizes)
     generator = torch.Generator().manual_seed(seed)
-    payload = [torch.randn(L, num_entries, J, payload_tokens, D, generator=generator) for _ in range(2)]
+    payload = [torch.randn(L, num_entries, J, payload_tokens, size, generator=generator) for size in (D, V)]
     if map_rank:
         changes = {"form": "decoupled", "weighting": "prior", "activations": {"t": "prompt"}} | changes
         changes |= random_maps(payload[0].shape, map_rank, shape.heads_per_kv_head)

@@ -17,7 +17,7 @@ from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
-SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8)
+SHAPE = PoolShape(entries=40, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8, value_size=8)
 TERMS = entry_terms(Retrieval(np.arange(2), np.full(2, 0.5, np.float32)), "uniform", payload_tokens=1, num_entries=2)
 
 

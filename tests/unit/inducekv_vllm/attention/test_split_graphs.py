@@ -30,7 +30,7 @@ MEMORIES = [
 
 
 def geometry(most_tokens: int) -> KernelGeometry:
-    return KernelGeometry(J, H // J, D, element_size=4, most_tokens=most_tokens, processors=Processors(4))
+    return KernelGeometry(J, H // J, D, D, element_size=4, most_tokens=most_tokens, processors=Processors(4))
 
 
 class Engine:

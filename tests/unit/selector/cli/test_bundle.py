@@ -104,6 +104,12 @@ def test_plan(tmp_path: Path) -> None:
     assert "144.31" in command("plan", "--config", path, "--budget", "64", "--payload-tokens", "16")
     assert "--payload-tokens must be at least 1" in refuse("plan", "--config", path, "--payload-tokens", "0")
     assert "--budget must be at least 1" in refuse("plan", "--config", path, "--budget", "-4")
+    latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    path.write_text(json.dumps(sizes | latents))
+    printed = command("plan", "--config", path, "--budget", "64")
+    assert "latents for all heads: keys of 576, values of 512" in printed
+    assert "38.56" in printed  # as it is stored
+    assert "72.31" in printed  # by the paper's formula
     path.write_text("{")
     assert "not JSON" in refuse("plan", "--config", path)
 

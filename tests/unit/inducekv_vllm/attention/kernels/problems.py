@@ -13,7 +13,7 @@ from torch import Tensor
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
 from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors, launch_shape, plan_tiles
 
-Geometry = tuple[int, int, int]  # H, J, D
+Geometry = tuple[int, int, int] | tuple[int, int, int, int]  # H, J, D, and V if that is smaller
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of the largest number
 SCALE = 0.2
 
@@ -41,7 +41,7 @@ class Problem:
     tables: SlotTables
     row_slot: Tensor  # [R] int32
     query: Tensor  # [R, H, D]
-    output: Tensor  # [R, H, D]
+    output: Tensor  # [R, H, V]
     self_lse: Tensor  # [R, H]
 
     @property
@@ -66,6 +66,7 @@ class Problem:
             heads_per_kv_head=H // J,
             kv_heads=J,
             head_size=D,
+            value_size=self.pool.values.shape[-1],
             element_size=self.query.element_size(),
             maps=self.pool.map_in is not None,
             lse=lse,
@@ -101,7 +102,7 @@ def make(
     Args:
         size: of keys and queries.
     """
-    H, J, D = geometry
+    H, J, D, V = (*geometry, geometry[2])[:4]
     rng = torch.Generator().manual_seed(seed)
     R, N, G = len(row_memory), len(memories), H // J
 
@@ -114,8 +115,8 @@ def make(
     m, r = max(memory.entry_tokens for memory in memories), max(memory.map_rank for memory in memories)
     pool_entries, pool_maps = 2 * sum(x.tokens for x in memories) + 5, 2 * sum(x.map_rows for x in memories) + 3
     beside = sum(x.tokens + 1 for x in memories if x.adjacent)
-    keys, values = (torch.full((J, pool_entries * m + beside, D), math.nan, dtype=dtype) for _ in range(2))
-    map_in, map_out = (torch.full((J, pool_maps * r, G * D), math.nan, dtype=dtype) for _ in range(2))
+    keys, values = (torch.full((J, pool_entries * m + beside, size), math.nan, dtype=dtype) for size in (D, V))
+    map_in, map_out = (torch.full((J, pool_maps * r, G * V), math.nan, dtype=dtype) for _ in range(2))
     free_tokens = iter((m * torch.randperm(pool_entries, generator=rng)).tolist())
     free_rows = iter((r * torch.randperm(pool_maps, generator=rng)).tolist())
     poisoned = next(free_tokens), next(free_rows)
@@ -130,8 +131,8 @@ def make(
                 place, end = [end + number * memory.entry_tokens for number in range(S)], end + memory.tokens + 1
             tokens, map_place = _all(place, memory.entry_tokens), [next(free_rows) for _ in range(M)]
             rows = _all(map_place, memory.map_rank)
-            keys[:, tokens], values[:, tokens] = normal(J, len(tokens), D, size=size), normal(J, len(tokens), D)
-            map_in[:, rows], map_out[:, rows] = (normal(J, len(rows), G * D, size=0.1) for _ in range(2))
+            keys[:, tokens], values[:, tokens] = normal(J, len(tokens), D, size=size), normal(J, len(tokens), V)
+            map_in[:, rows], map_out[:, rows] = (normal(J, len(rows), G * V, size=0.1) for _ in range(2))
             places[slot] = place, map_place
         else:
             places[slot] = places[memory.entries_of]
@@ -153,7 +154,7 @@ def make(
             tables.log_remainder[slot] = 1.5
     value_gate, bias = torch.rand(N + 1, generator=rng) + 0.2, torch.randn(N + 1, generator=rng)
     fused = normal(R, H + 2 * J, D, size=size)  # as vLLM's, of which the query is a part
-    query, output, self_lse = fused[:, :H], normal(R, H, D), torch.randn(H, R, generator=rng).T
+    query, output, self_lse = fused[:, :H], normal(R, H, V), torch.randn(H, R, generator=rng).T
     row_slot = torch.tensor(row_memory, dtype=torch.int32)
     query[row_slot == 0] = output[row_slot == 0] = math.nan
     self_lse[row_slot == 0] = math.nan
@@ -172,11 +173,11 @@ def _fill(terms: Tensor, given: float | None, drawn: Tensor) -> None:
 
 
 def by_loops(problem: Problem, lse: bool = True) -> Tensor:
-    """The output [R, H, D] in float64: one softmax for each row and head."""
+    """The output [R, H, V] in float64: one softmax for each row and head."""
     pool, tables = problem.pool, problem.tables
     expected = problem.output.double().clone()
     J = pool.keys.shape[0]
-    _, H, D = expected.shape
+    _, H, V = expected.shape
     G = H // J
     for row, slot in enumerate(problem.row_slot.tolist()):
         if not slot:
@@ -195,13 +196,13 @@ def by_loops(problem: Problem, lse: bool = True) -> Tensor:
             )
         map_weight = tables.map_weight[slot, :maps].double().repeat_interleave(r)  # [M]
         value_gate, bias = float(pool.value_gate[slot]), float(pool.bias[slot])
-        own = problem.output[row].double()  # [H, D]
+        own = problem.output[row].double()  # [H, V]
         for head in range(H):
             keys, values = pool.keys[head // G, index].double(), pool.values[head // G, index].double()
             logits = key_scale * (keys @ problem.query[row, head].double()) * SCALE
             logits = logits + log_weight + bias  # [S]
-            values = value_scale[:, None] * value_gate * values  # [S, D]
-            zero = torch.zeros(1, D, dtype=torch.float64)
+            values = value_scale[:, None] * value_gate * values  # [S, V]
+            zero = torch.zeros(1, V, dtype=torch.float64)
             if tables.decoupled[slot] or not lse:
                 weights = torch.cat([logits, torch.zeros(1).double()]).softmax(0)
                 expected[row, head] = own[head] + weights @ torch.cat([values, zero])
@@ -216,7 +217,7 @@ def by_loops(problem: Problem, lse: bool = True) -> Tensor:
             for place, weight in zip(map_index, map_weight, strict=True):
                 inner = pool.map_in[j, place].double() @ vector
                 added = value_gate * weight * inner * pool.map_out[j, place].double()
-                expected[row, j * G : (j + 1) * G] += added.view(G, D)
+                expected[row, j * G : (j + 1) * G] += added.view(G, V)
     return expected
 
 

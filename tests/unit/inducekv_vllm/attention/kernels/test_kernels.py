@@ -72,6 +72,19 @@ def test_a_mixed_step(geometry: Geometry) -> None:
     check(make(geometry, MIXED, MIXED_ROWS))
 
 
+LATENTS: tuple[Geometry, ...] = ((16, 1, 576, 512), (6, 3, 80, 64))  # those of DeepSeek; several groups of heads
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("geometry", LATENTS, ids=str)
+def test_latents(geometry: Geometry, dtype: torch.dtype, split: bool) -> None:
+    """Values of another size than keys, which is no power of 2."""
+    tokens = 300 if split else 12
+    scattered, adjacent = Memory(tokens, "decoupled", entry_tokens=4), Memory(10, "decoupled", adjacent=True)
+    check(make(geometry, [scattered, adjacent], [1, 0, 2, 1], dtype), split=split, lse=False)
+
+
 @pytest.mark.parametrize(
     ("memories", "rows", "lse"),
     [
@@ -187,6 +200,8 @@ def test_logits_near_overflow(form: str, dtype: torch.dtype) -> None:
         ((2, 1, 264), 2, "found 264"),
         ((4, 2, 64), 5, "found 5 query heads and 2 KV heads"),
         ((4, 2, 64), 258, "found 258 query heads and 2 KV heads"),
+        ((2, 1, 592, 520), 2, "latents of a multiple of 8 numbers, up to 512 and 128 .*, found 520 and 72"),
+        ((2, 1, 80, 68), 2, "found 68 and 12"),
     ],
 )
 def test_unsupported_heads_are_refused(geometry: Geometry, heads: int, message: str) -> None:

@@ -42,6 +42,7 @@ def _shape(**changed: Any) -> LaunchShape:
         "heads_per_kv_head": 4,
         "kv_heads": 8,
         "head_size": 128,
+        "value_size": 128,
         "element_size": 2,
         "maps": False,
         "lse": True,
@@ -130,7 +131,7 @@ def test_a_memory_is_split_only_if_it_is_long_and_processors_are_idle() -> None:
 @pytest.mark.parametrize("processors", [2, 20, 132])
 @pytest.mark.parametrize(("G", "J"), [(1, 32), (3, 1), (4, 8), (7, 4), (16, 2)])
 def test_the_launch_of_every_graph_is_warmed_up(G: int, J: int, processors: int) -> None:
-    geometry = KernelGeometry(J, G, 128, element_size=2, most_tokens=4096, processors=Processors(processors))
+    geometry = KernelGeometry(J, G, 128, 128, element_size=2, most_tokens=4096, processors=Processors(processors))
     for lse in (False, True):
         kinds = {shape.kind for shape in geometry.variants(lse)}
         assert {geometry.of_graph(rows, lse).kind for rows in range(1, 513)} <= kinds

@@ -1,0 +1,104 @@
+"""Multi-head latent attention (MLA): memory of latents in vLLM gives what it gives in transformers, to 1e-4.
+
+Every decoupled form: ungated and retrieved, behind a gate from the prompt, the text or the generation on, in the pass
+that decides, and from the middle of a prompt. Merged memory is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.activation import ACTIVATIONS
+from inducekv_vllm.errors import UnsupportedModel
+from tests.bundles import as_decoupled
+from tests.engine.parity import (
+    FEWER_PROCESSES,
+    TOLERANCE,
+    MemoryEngine,
+    engine,
+    make_world,
+    served_logprobs,
+    silent_below,
+    text_prompts,
+)
+from tests.tiny_families import LATENT_FAMILIES, ON_CPUS
+
+IN_EVERY_RUN = "deepseek-v3"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=() if each == IN_EVERY_RUN else pytest.mark.slow) for each in LATENT_FAMILIES],
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryEngine]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = LATENT_FAMILIES[request.param](folder / "model")
+    world = make_world(model, folder, make_prompts=text_prompts)
+    for activation in ACTIVATIONS:
+        world.add(f"ungated {activation}", as_decoupled(world.merged["prior"], activation), folder)
+    world.add("retrieved", as_decoupled(world.merged["prior"], "generation", "prior"), folder)
+    with engine(model, environment=FEWER_PROCESSES, **ON_CPUS) as llm:
+        yield MemoryEngine(world, llm)
+
+
+def test_every_form_without_a_decision(served: MemoryEngine) -> None:
+    names = (None, *(f"ungated {activation}" for activation in ACTIVATIONS), "retrieved", "first", "second", "other")
+    questions = text_prompts(2, 1)
+    answers = served.check(questions * len(names), [name for name in names for _ in questions])
+    for number in range(len(questions)):
+        without, *others = answers[number :: len(questions)]
+        for answer in others:
+            both = [served_logprobs(each.output.outputs[0])[1] for each in (answer, without)]
+            assert (both[0] - both[1]).abs().max() > 100 * TOLERANCE, "the memory does nothing"
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["goes back", "joins the pass"])
+def test_gates(served: MemoryEngine, joins: bool) -> None:
+    """Open and closed, in one batch."""
+    questions, tasks = text_prompts(4, 1), ["a", None, "b", None]
+    last = 1 if joins else served.world.backbone.num_layers - 1
+    with served.gated(questions, tasks, last_layer=last, **silent_below(served.world, last if joins else 0, 0)):
+        answers = served.check(questions, ["gated"] * len(questions))
+    assert [answer.decision and answer.decision.task for answer in answers] == tasks
+    with served.gated(questions, tasks):  # one task from the prompt's start on
+        served.check(questions, ["gated"] * len(questions))
+
+
+def test_memory_from_the_middle_of_a_prompt(served: MemoryEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a picture."""
+    import inducekv_vllm.frontend.request as of_the_frontend
+    import inducekv_vllm.workers.decisions as of_workers
+    import tests.reference as of_the_reference
+
+    for module in (of_the_frontend, of_workers, of_the_reference):
+        monkeypatch.setattr(module, "first_active_position", lambda activation, ids, placeholders: len(ids) // 2)
+    questions, tasks = text_prompts(4, 2), ["a", None, "b", "a"]
+    served.check(questions, ["ungated text"] * 4)
+    with served.gated(questions, tasks, last_layer=1, **silent_below(served.world, 0, 0)):
+        served.check(questions, ["gated"] * 4)
+
+
+def test_classifiers(served: MemoryEngine) -> None:
+    questions = text_prompts(3, 3)
+    with served.gated(questions, ["a", None, "b"], by_classifiers=True):
+        served.check(questions, ["gated"] * 3)
+
+
+def test_merged_memory_is_refused(served: MemoryEngine, tmp_path: Path) -> None:
+    write_bundle(served.world.merged["prior"], tmp_path / "merged.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"merged memory cannot be served: .* latent attention \(MLA\)"):
+        served.offline.load_bundle(tmp_path / "merged.safetensors")
+
+
+def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine) -> None:
+    """Without the flag, answers would be wrong without memory, too."""
+    options = ON_CPUS | {"compilation_config": None}
+    with (
+        pytest.raises(UnsupportedModel, match=r"RoPE on CPUs rotates queries wrongly .* -rotary_embedding"),
+        engine(served.world.model, environment=FEWER_PROCESSES, **options),
+    ):
+        pass

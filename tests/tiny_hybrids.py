@@ -1,0 +1,76 @@
+"""Tiny random hybrids: one layer in four has attention, the others keep a state."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import GraniteMoeHybridConfig, Lfm2Config, Qwen3_5TextConfig, Qwen3NextConfig
+
+from tests.tiny_models import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, save_tiny_text_model
+
+LAYERS = 8
+WITH_ATTENTION = (3, 7)
+_TEXT: dict[str, Any] = {
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_QWEN: dict[str, Any] = _TEXT | {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "head_dim": HEAD_DIM,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,  # vLLM's operator on CPUs takes no smaller ones
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+def kinds(other: str) -> list[str]:
+    return ["full_attention" if number in WITH_ATTENTION else other for number in range(LAYERS)]
+
+
+def save_qwen3_5(folder: str | Path, **settings: Any) -> Path:
+    """Gated DeltaNet."""
+    return save_tiny_text_model(folder, partial(Qwen3_5TextConfig, **_QWEN | settings))
+
+
+def save_qwen3_next(folder: str | Path) -> Path:
+    """Gated DeltaNet, experts."""
+    return save_tiny_text_model(folder, partial(Qwen3NextConfig, **_QWEN, **_EXPERTS, norm_topk_prob=True))
+
+
+def save_granite_hybrid(folder: str | Path) -> Path:
+    """Mamba 2."""
+    sizes = {"hidden_size": 128, "shared_intermediate_size": 192, "num_local_experts": 0, "num_experts_per_tok": 0}
+    mamba = {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 64,
+    }
+    rotated = {"position_embedding_type": "rope", "attention_multiplier": 32**-0.5}
+    settings = _TEXT | sizes | mamba | rotated | {"layer_types": kinds("linear_attention")}
+    return save_tiny_text_model(folder, partial(GraniteMoeHybridConfig, **settings))
+
+
+def save_lfm2(folder: str | Path, **settings: Any) -> Path:
+    """Short convolutions."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+    return save_tiny_text_model(
+        folder, partial(Lfm2Config, **_TEXT | sizes | {"layer_types": kinds("conv")} | settings)
+    )
