@@ -140,8 +140,8 @@ def first_tokens(
                 seconds.setdefault((name, length), []).append(taken)
                 sizes.setdefault((name, length), []).append(tokens)
                 if name.startswith("memory"):
-                    ((task, _),) = served_decisions(url, model, [question])  # its prompt is in the prefix cache by now
-                    opened.setdefault((name, length), []).append(task is not None)
+                    (decision,) = served_decisions(url, model, [question])  # its prompt is in the prefix cache by now
+                    opened.setdefault((name, length), []).append(decision.task is not None)
     return [
         {
             "way": name,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from inducekv_vllm.errors import ConfigError
 
@@ -49,19 +49,28 @@ def require_served(url: str, name: str, digest: str) -> None:
         raise ConfigError(f"{url} serves another version as {name!r}, {found}; the bundle's digest is {digest}")
 
 
-def served_decisions(url: str, name: str, examples: Sequence[Example]) -> list[tuple[str | None, str | None]]:
-    """The task that each question is sent to, or None and why the gate stays closed.
+class Decided(NamedTuple):
+    """What a gate decides on a question."""
+
+    task: str | None  # that it is sent to
+    closed: str | None  # why the gate stays closed, if it does
+    margin: float  # the largest of a task's; open from 0 on
+
+
+def served_decisions(url: str, name: str, examples: Sequence[Example]) -> list[Decided]:
+    """What the gate decides on each question.
 
     Raises:
         ConfigError: the server cannot be reached or refuses, or its answer does not say what the gate has decided.
     """
     server = Server.from_environment(url)
 
-    def decision(example: Example) -> tuple[str | None, str | None]:
+    def decision(example: Example) -> Decided:
         trace: Any = server.ask(name, messages_of(example), max_tokens=1, trace=True).trace
         try:
-            return trace["gate"]["task"], trace["gate"]["closed"]
-        except (KeyError, TypeError) as error:
+            gate = trace["gate"]
+            return Decided(gate["task"], gate["closed"], max(gate["margins"].values()))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"the answer of {url} to {example.id!r} has no trace of the gate") from error
 
     with ThreadPoolExecutor(AT_ONCE) as workers:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from rich.markup import escape
 from rich.table import Table
 
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from inducekv_vllm.errors import BundleError
 
-from .asking import add_asked, check_asked, require_served, served_decisions
+from .asking import Decided, add_asked, check_asked, require_served, served_decisions
 from .gate_tables import print_table
 from .loading import load_backbone
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 SUCCESS = 0
 Command = Callable[[argparse.Namespace], int]
 NO_TASK: Final = "no task"
-Decisions = list[tuple[str | None, str | None]]  # of each question: its task, or None and why the gate stays closed
+NEAREST: Final = 10  # questions on either side of a gate's threshold
+SHOWN: Final = 100  # characters of each
 
 
 @dataclass(frozen=True)
@@ -62,20 +64,27 @@ def eval_gate(options: argparse.Namespace) -> int:
         raise BundleError(f"{options.path}: the bundle has no relevance gate")
     asked = [question for path in options.questions for question in _read(path, gate)]
     decide = _by_server if options.url else _by_model
-    rows = outcomes(asked, decide(options, bundle, gate, [question.example for question in asked]))
-    _print(rows)
+    decisions = decide(options, bundle, gate, [question.example for question in asked])
+    _print(outcomes(asked, decisions))
+    print_nearest(asked, decisions)
     return SUCCESS
 
 
-def outcomes(asked: Sequence[Asked], decisions: Decisions) -> list[Outcomes]:
+def nearest(asked: Sequence[Asked], decisions: Sequence[Decided], *, is_open: bool) -> list[tuple[Asked, Decided]]:
+    """The questions nearest to the threshold, on one side of it; the nearest first."""
+    found = [pair for pair in zip(asked, decisions, strict=True) if (pair[1].task is not None) == is_open]
+    return sorted(found, key=lambda pair: abs(pair[1].margin))[:NEAREST]
+
+
+def outcomes(asked: Sequence[Asked], decisions: Sequence[Decided]) -> list[Outcomes]:
     """Counts by task and kind, in the order in which they are asked."""
-    groups: dict[tuple[str | None, str], Decisions] = {}
+    groups: dict[tuple[str | None, str], list[Decided]] = {}
     for question, decision in zip(asked, decisions, strict=True):
         groups.setdefault((question.task, question.kind), []).append(decision)
     rows = []
     for (task, kind), found in groups.items():
-        opened = [sent for sent, _ in found if sent is not None]
-        closed = Counter(reason for sent, reason in found if sent is None)
+        opened = [each.task for each in found if each.task is not None]
+        closed = Counter(each.closed for each in found if each.task is None)
         routed = 0 if task is None else opened.count(task)
         wrong = 0 if task is None else len(opened) - routed
         counts = (len(found), routed, len(opened), wrong, closed["outside"], closed["below_threshold"])
@@ -91,7 +100,7 @@ def _read(path: Path, gate: Gate) -> list[Asked]:
     return [Asked(each, each.task if each.task in own else None, path.stem) for each in examples]
 
 
-def _by_model(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]) -> Decisions:
+def _by_model(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]) -> list[Decided]:
     from ..backbone.token_values import evidence_of
 
     backbone = load_backbone(options.model, options.device)
@@ -99,16 +108,16 @@ def _by_model(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples:
     return decided(gate, evidence_of(backbone, gate, examples))
 
 
-def decided(gate: Gate, evidence: Tensor) -> Decisions:
+def decided(gate: Gate, evidence: Tensor) -> list[Decided]:
     """
     Args:
         evidence: [n, H] float32, of n questions for the gate's prototypes.
     """
     decisions = [gate.rule.decide(found) for found in evidence.numpy()]
-    return [(decision.task, decision.closed) for decision in decisions]
+    return [Decided(each.task, each.closed, float(each.margins.max())) for each in decisions]
 
 
-def _by_server(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]) -> Decisions:
+def _by_server(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]) -> list[Decided]:
     name = options.name or options.path.stem
     require_served(options.url, name, bundle.digest)
     return served_decisions(options.url, name, examples)
@@ -122,6 +131,22 @@ def _print(rows: Sequence[Outcomes]) -> None:
         counts = [own[0], str(row.opened), own[1], str(row.outside), str(row.below_threshold)]
         table.add_row(row.task if row.task is not None else NO_TASK, row.kind, str(row.questions), *counts)
     print_table(table)
+
+
+def print_nearest(asked: Sequence[Asked], decisions: Sequence[Decided]) -> None:
+    """The questions on which the gate nearly decided otherwise."""
+    from ..gate.variations import text_of
+
+    for is_open, title in ((False, "stayed out by the smallest margin"), (True, "came in by the smallest margin")):
+        if not (found := nearest(asked, decisions, is_open=is_open)):
+            continue
+        print(f"\n{title}:")
+        table = Table("margin", "sent to", "belongs to", "question", box=None)
+        for question, decision in found:
+            text = " ".join(text_of(question.example.messages).split())
+            shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+            table.add_row(f"{decision.margin:+.2f}", decision.task or "-", question.task or NO_TASK, escape(shown))
+        print_table(table)
 
 
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:

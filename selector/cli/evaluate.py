@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from inducekv_vllm.bundle import Bundle, read_bundle
+from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.facts import FactFound
 
 from ..client import Server
-from .asking import add_asked, check_asked, facts_in, require_served, served_answers, served_decisions
+from .asking import Decided, add_asked, check_asked, facts_in, require_served, served_answers, served_decisions
 from .columns import ColumnOptions, columns_of
-from .eval_gate import Asked, Decisions, Outcomes, decided, outcomes
+from .eval_gate import Asked, Outcomes, decided, outcomes, print_nearest
 from .flags import add_flags
 from .gate_tables import print_table
 from .loading import load_backbone
@@ -39,7 +39,7 @@ class _Answered:
     """What a bundle made of n questions."""
 
     rows: list[Accuracy]
-    decisions: Decisions  # [n] of the gate; empty without one
+    decisions: Sequence[Decided]  # [n] of the gate; empty without one
     facts: list[str | None]  # [n], the ids of those that were found; empty if the bundle has none
 
 
@@ -60,7 +60,9 @@ def evaluate(options: argparse.Namespace) -> int:
     columns = columns_of(options)
     examples = [example for path in options.questions for example in read_task(path, columns)]
     answered = (_by_server if options.url else _by_model)(options, bundle, examples)
-    _print(answered.rows, _gate_rows(bundle, examples, answered.decisions))
+    asked = [] if bundle.gate is None else _asked(bundle.gate, examples)
+    _print(answered.rows, {row.kind: row for row in outcomes(asked, answered.decisions)})
+    print_nearest(asked, answered.decisions)
     if answered.facts:
         print_misses(misses(bundle.metadata, examples, answered.facts), options.misses)
     return SUCCESS
@@ -96,13 +98,8 @@ def _by_server(options: argparse.Namespace, bundle: Bundle, examples: Sequence[E
     return _Answered(rows, decisions, facts_in(with_memory, options.url) if has_facts else [])
 
 
-def _gate_rows(bundle: Bundle, examples: Sequence[Example], decisions: Decisions) -> dict[str, Outcomes]:
-    """By the questions' task; empty for a bundle without a gate."""
-    if bundle.gate is None:
-        return {}
-    own = bundle.gate.tasks
-    asked = [Asked(each, each.task if each.task in own else None, each.task) for each in examples]
-    return {row.kind: row for row in outcomes(asked, decisions)}
+def _asked(gate: Gate, examples: Sequence[Example]) -> list[Asked]:
+    return [Asked(each, each.task if each.task in gate.tasks else None, each.task) for each in examples]
 
 
 def _print(rows: Sequence[Accuracy], gate: Mapping[str, Outcomes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,19 @@ def test_counts_are_those_of_single_decisions(
     for file, task in zip(files, ("colours", "counts", "no task", "no task"), strict=True):
         examples = read_background(file)
         expected.append(row(task, file.stem, examples, [decided(llava, gate, each) for each in examples]))
-    assert [line.split() for line in lines[1:]] == expected
+    assert [line.split() for line in lines[1 : 1 + len(files)]] == expected
     assert lines[0].split()[:3] == ["task", "kind", "questions"]
+    check_nearest(lines, llava, gate, [example for file in files for example in read_background(file)])
+
+
+def check_nearest(lines: list[str], backbone: Backbone, gate: Gate, examples: list[Example]) -> None:
+    """Of the questions on either side of the threshold, the ten nearest are shown, in their order."""
+    margins = [float(gate.rule.decide(found).margins.max()) for found in evidence_of(backbone, gate, examples).numpy()]
+    for title, is_open in (("stayed out", False), ("came in", True)):
+        at = next(number for number, line in enumerate(lines) if line.startswith(title))
+        shown = [float(line.split()[0]) for line in itertools.takewhile(bool, lines[at + 2 :])]
+        expected = sorted((margin for margin in margins if (margin >= 0) == is_open), key=abs)[:10]
+        assert shown == [float(f"{margin:.2f}") for margin in expected]
 
 
 class FakeServer:
@@ -104,7 +116,8 @@ class FakeServer:
             return 200, ANSWER
         text = json.dumps(request.body["messages"])
         task = "counts" if "squares" in text else None
-        gate = {"open": task is not None, "task": task, "closed": None if task else "outside"}
+        margins = {"colours": -3.0, "counts": 0.25 if task else -0.5}
+        gate = {"open": task is not None, "task": task, "closed": None if task else "outside", "margins": margins}
         return 200, ANSWER | {"kv_transfer_params": {"inducekv": {"gate": gate}}}
 
 
@@ -118,7 +131,7 @@ def test_a_server_is_asked(path: Path, tasks: dict[str, Path], requests: Path, m
     asked = [part for file in (tasks["colours"], tasks["counts"], requests) for part in ("--questions", file)]
     with imitated_server(server.answer) as url:
         lines = command("eval-gate", path, *asked, "--url", url).splitlines()
-    assert [line.split() for line in lines[1:]] == [
+    assert [line.split() for line in lines[1:4]] == [
         ["colours", "train", "12", "0", "0", "0", "12", "0"],
         ["counts", "train", "12", "12", "12", "0", "0", "0"],
         ["no", "task", "requests", "4", "-", "0", "-", "4", "0"],
