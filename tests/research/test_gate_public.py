@@ -61,6 +61,7 @@ def test_a_task_is_some_intents_and_nothing_is_taught_and_asked(data: Path, name
     assert Counter(texts).most_common(1)[0][1] == 1
     assert {half_of(text) for text in texts} == {"report"}
     assert set(found.others) <= set(KINDS)
+    assert not {*found.more_siblings, *found.more_elsewhere} & set(texts)  # what is given is not asked
     for task in found.tasks:
         assert len(task.train) == 32
         assert len(task.name.split("+")) == SETS[name].intents
@@ -112,3 +113,7 @@ def test_the_whole_of_it(data: Path, tmp_path: Path, capsys: Any) -> None:
     capsys.readouterr()
     assert public.main(command) == 0  # everything is known
     assert not capsys.readouterr().out
+    with small_fits():
+        assert public.main([*command, "--traffic", "5", "--gate-alone"]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert [(cell["traffic"], len(cell["methods"])) for cell in cells] == [(0, 5), (5, 1)]

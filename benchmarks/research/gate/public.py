@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> None:
         options.seeds, options.examples, options.tasks, options.sets
     ):
         key = {"set": name, "tasks": num_tasks, "examples": examples, "seed": seed, "half": options.half}
-        key |= {"near_misses": options.near_misses}
-        cell = next((cell for cell in cells if key.items() <= cell.items()), None)
+        key |= {"near_misses": options.near_misses, "traffic": options.traffic}
+        cell = next((cell for cell in cells if key.items() <= {"traffic": 0, **cell}.items()), None)
         bundle = data.bundle(name, num_tasks, examples, seed)
         if bundle is None:
             continue
@@ -102,7 +102,8 @@ def measure(
     asked = [text for task in bundle.tasks for text in task.test] + [t for ts in bundle.others.values() for t in ts]
     if GATE not in known:
         given = bundle.more_siblings[: options.near_misses]
-        yield GATE, _of_gate(bundle, backbone, asked, given, options.misses, seed)
+        traffic = bundle.more_elsewhere[: options.traffic]
+        yield GATE, _of_gate(bundle, backbone, asked, given, traffic, options.misses, seed)
     if not known - {GATE} and not options.gate_alone:
         for rival, scores in rival_scores(bundle, asked, states).items():
             took = {"fit_seconds": round(scores.seconds, 2), "decision_ms": round(scores.milliseconds, 3)}
@@ -114,13 +115,16 @@ def _of_gate(
     backbone: Backbone,
     asked: Sequence[str],
     given: Sequence[str],
+    traffic: Sequence[str],
     misses: float | None,
     seed: int,
 ) -> dict[str, Any]:
     own = {task.name: [example(text, task.name) for text in task.train] for task in bundle.tasks}
     began = time.perf_counter()
     near_misses = [example(text, "near-miss") for text in given]
-    fitted = fit_gate(backbone, own, [], near_misses=near_misses, misses=misses, seed=seed, kind="classifiers")
+    background = [example(text, "traffic") for text in traffic]
+    known = {"background": background, "near_misses": near_misses}
+    fitted = fit_gate(backbone, own, [], **known, misses=misses, seed=seed, kind="classifiers")
     gate, seconds = fitted.gate, time.perf_counter() - began
     evidence = evidence_of(backbone, gate, [example(text, "asked") for text in asked]).numpy()  # [n, H]
     rule, words, began = gate.rule, gate.word_scores, time.perf_counter()
@@ -183,6 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--examples", nargs="+", type=int, default=[128], help="of a task (default: 128)")
     add("--seeds", nargs="+", type=int, default=[0], help="(default: 0)")
     add("--near-misses", type=int, default=0, help="sibling requests that are given as `--not` (default: 0)")
+    add(
+        "--traffic", type=int, default=0, help="other requests of the set that are given as `--background` (default: 0)"
+    )
     add("--half", choices=("choose", "report"), default="report", help="of the requests (default: %(default)s)")
     add("--misses", type=float, help="of own questions (default: that of `fit_gate`)")
     alone = parser.add_mutually_exclusive_group()

@@ -58,6 +58,7 @@ class PublicBundle:
     tasks: tuple[PublicTask, ...]
     others: Mapping[str, tuple[str, ...]]  # by kind
     more_siblings: tuple[str, ...] = ()  # for `--not`: they are not asked
+    more_elsewhere: tuple[str, ...] = ()  # of other domains and out of scope, as a server's traffic: neither
 
     @property
     def texts(self) -> Iterator[str]:
@@ -73,6 +74,7 @@ class PublicData:
 
     rows: Mapping[str, Sequence[Mapping[str, Any]]]  # by set
     shared: Mapping[str, Sequence[str]]  # requests of no set's tasks, by kind
+    out_of_scope: Sequence[str] = ()  # all of them
 
     @classmethod
     def read(cls, folder: Path, half: Half) -> PublicData:
@@ -93,7 +95,8 @@ class PublicData:
         }
         rng = Random(f"public {half}")
         shared = {kind: rng.sample(texts, min(len(texts), OTHER_TESTS)) for kind, texts in shared.items()}
-        return cls({name: [row for row in rows if _is_own(row)] for name, rows in sets.items()}, shared)
+        out_of_scope = [row["text"] for row in sets["clinc150"] if row["intent"] is None]
+        return cls({name: [row for row in rows if _is_own(row)] for name, rows in sets.items()}, shared, out_of_scope)
 
     def bundle(self, name: str, num_tasks: int, examples: int, seed: int) -> PublicBundle | None:
         """Tasks of a set with that many examples each; None if the set has fewer tasks."""
@@ -122,10 +125,12 @@ class PublicData:
                     (siblings if domain in domains else elsewhere).extend(texts)
         others = {SIBLINGS: siblings, DOMAINS: elsewhere, **self.shared}
         drawn = {kind: tuple(rng.sample(texts, min(len(texts), OTHER_TESTS))) for kind, texts in others.items()}
-        asked = set(drawn[SIBLINGS])
+        asked = {text for texts in drawn.values() for text in texts}
         more = [text for text in siblings if text not in asked]
         rng.shuffle(more)
-        return PublicBundle(tasks, {kind: texts for kind, texts in drawn.items() if texts}, tuple(more))
+        traffic = [text for text in (*elsewhere, *self.out_of_scope) if text not in asked]
+        rng.shuffle(traffic)
+        return PublicBundle(tasks, {kind: texts for kind, texts in drawn.items() if texts}, tuple(more), tuple(traffic))
 
     @staticmethod
     def _task(intents: Mapping[str, Sequence[str]], group: Sequence[str], examples: int, rng: Random) -> PublicTask:

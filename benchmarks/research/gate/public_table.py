@@ -20,7 +20,11 @@ Cells = Sequence[Mapping[str, Any]]
 
 def table(cells: Cells) -> Iterator[str]:
     """Of bundles of three tasks with 128 examples: each set by the gate, then means over sets by method."""
-    shown = [cell for cell in cells if (cell["tasks"], cell["examples"]) == (3, 128) and not cell["near_misses"]]
+    shown = [
+        cell
+        for cell in cells
+        if (cell["tasks"], cell["examples"]) == (3, 128) and not (cell["near_misses"] or cell.get("traffic"))
+    ]
     yield f"| of three tasks with 128 examples | {' | '.join(HEAD)} |"
     yield "|---" * (len(HEAD) + 1) + "|"
     for name in SETS:
@@ -40,13 +44,17 @@ def table(cells: Cells) -> Iterator[str]:
 
 def others(cells: Cells) -> Iterator[str]:
     """The gate on bundles of other sizes: means over sets."""
-    sizes = dict.fromkeys((cell["tasks"], cell["examples"], cell["near_misses"]) for cell in cells)
-    yield f"| tasks, examples, `--not` | {' | '.join(HEAD)} |"
+    sizes = dict.fromkeys(map(_size, cells))
+    yield f"| tasks, examples, `--not`, `--background` | {' | '.join(HEAD)} |"
     yield "|---" * (len(HEAD) + 1) + "|"
     for size in sorted(sizes):
-        of_size = [cell for cell in cells if (cell["tasks"], cell["examples"], cell["near_misses"]) == size]
+        of_size = [cell for cell in cells if _size(cell) == size]
         sets = ", ".join(dict.fromkeys(cell["set"] for cell in of_size))
-        yield _row(f"{size[0]}, {size[1]}, {size[2]} ({sets})", means(of_size, GATE), "opened")
+        yield _row(f"{', '.join(map(str, size))} ({sets})", means(of_size, GATE), "opened")
+
+
+def _size(cell: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    return cell["tasks"], cell["examples"], cell["near_misses"], cell.get("traffic", 0)
 
 
 def _row(name: str, numbers: Mapping[str, float], measure: str) -> str:
