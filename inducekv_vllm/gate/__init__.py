@@ -23,7 +23,7 @@ from .evidence import (
 )
 from .odds import RANGE, MeanScores, as_evidence
 from .rule import Closed, GateDecision, RelevanceGate
-from .words import BUCKETS, WordScores, runs_of_words
+from .words import BUCKETS, WordScores
 
 __all__ = [
     "BUCKETS",
@@ -45,7 +45,6 @@ __all__ = [
     "last_averaged",
     "prompt_evidence",
     "runs_of_tokens",
-    "runs_of_words",
     "token_digest",
     "turn_starts",
 ]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding_bag, pad
 
 from inducekv_vllm.gate.clauses import CHANCE
-from inducekv_vllm.gate.words import BUCKETS, Buckets, Numbers, runs_of_words, weighted, word_counts
+from inducekv_vllm.gate.words import BUCKETS, Buckets, Numbers, run_counts, weighted
 
 WORDS_SHARE: Final = 0.6  # of the log-odds, the means have the rest
 WORDS_PENALTY, MEANS_PENALTY = 1 / 200, 1 / (2 * 0.03)  # of squared weights, beside the sum of all losses
@@ -36,11 +36,11 @@ class Seen:
     """What the classifiers see of n questions: of each, all of it, and then its runs."""
 
     means: Sequence[Tensor]  # [R, S, F] float32
-    words: Sequence[Sequence[tuple[Buckets, Numbers]]]  # see `inducekv_vllm.gate.words.word_counts`
+    words: Sequence[tuple[Buckets, Numbers]]  # [U] and [R, U], see `inducekv_vllm.gate.words.run_counts`
 
     @classmethod
     def of(cls, means: Sequence[Tensor], texts: Sequence[str]) -> Seen:
-        return cls(means, [[word_counts(words) for words in runs_of_words(text)] for text in texts])
+        return cls(means, [run_counts(text) for text in texts])
 
     def take(self, rows: Sequence[int]) -> Seen:
         return Seen([self.means[row] for row in rows], [self.words[row] for row in rows])
@@ -73,9 +73,9 @@ def train_classifiers(seen: Seen, labels: Tensor, counts: Tensor, num_tasks: int
         _Dense(whitened.flatten(1)), *of_means.taught(labels, counts, outside), num_tasks, MEANS_PENALTY
     )
     directions = torch.einsum("sfg,csg->csf", turned, weights.view(num_tasks, *center.shape))
-    rarity = _rarity([of_question[0][0] for of_question in seen.words])
+    rarity = _rarity([buckets for buckets, _ in seen.words])
     word_weights, word_offsets = _fitted(
-        _bags(seen.words, rarity), *_Runs.of(seen.words).taught(labels, counts, outside), num_tasks, WORDS_PENALTY
+        _bags(seen.words, rarity), *_of_words(seen).taught(labels, counts, outside), num_tasks, WORDS_PENALTY
     )
     return Classifiers(center, scale, directions, mean_offsets, rarity, word_weights, word_offsets)
 
@@ -95,7 +95,7 @@ def odds_of(trained: Classifiers, seen: Seen) -> Tensor:
     standard = (torch.cat(list(seen.means)) - trained.center) * trained.scale  # [m, S, F]
     by_means = torch.einsum("nsf,csf->nc", standard, trained.directions) + trained.mean_offsets  # [m, C]
     by_words = _bags(seen.words, trained.rarity).times(trained.words) + trained.word_offsets
-    return torch.stack([_Runs.of(seen.means).largest(by_means), _Runs.of(seen.words).largest(by_words)], dim=1)
+    return torch.stack([_Runs.of(seen.means).largest(by_means), _of_words(seen).largest(by_words)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -179,16 +179,20 @@ def _rarity(questions: Sequence[Buckets]) -> Tensor:
     return 1 + torch.log((1 + len(questions)) / (1 + found))
 
 
-def _bags(words: Sequence[Sequence[tuple[Buckets, Numbers]]], rarity: Tensor) -> _Bags:
+def _of_words(seen: Seen) -> _Runs:
+    return _Runs.of([counts for _, counts in seen.words])
+
+
+def _bags(words: Sequence[tuple[Buckets, Numbers]], rarity: Tensor) -> _Bags:
     """Of m runs."""
-    counted = [run for of_question in words for run in of_question]
-    amounts = [weighted(counts, rarity.numpy()[buckets]) for buckets, counts in counted]
-    starts = np.cumsum([0, *(len(buckets) for buckets, _ in counted)])[:-1]
-    return _Bags(
-        torch.from_numpy(np.concatenate([buckets for buckets, _ in counted])),
-        torch.from_numpy(np.concatenate(amounts)),
-        torch.from_numpy(starts),
-    )
+    buckets, amounts, sizes = list[Buckets](), list[Numbers](), [0]
+    for own, counts in words:
+        runs, places = counts.nonzero()
+        buckets.append(own[places])
+        amounts.append(weighted(counts, rarity.numpy()[own])[runs, places])
+        sizes += np.bincount(runs, minlength=len(counts)).tolist()
+    starts = torch.tensor(sizes[:-1]).cumsum(0)
+    return _Bags(torch.from_numpy(np.concatenate(buckets)), torch.from_numpy(np.concatenate(amounts)), starts)
 
 
 def _fitted(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from pathlib import Path
 from zlib import crc32
@@ -25,18 +24,17 @@ from inducekv_vllm.gate import (
     ends_clause,
     prompt_evidence,
     runs_of_tokens,
-    runs_of_words,
 )
 from inducekv_vllm.gate import evidence as evidence_module
 from inducekv_vllm.gate.clauses import runs
-from inducekv_vllm.gate.words import MOST_WORDS, word_counts
+from inducekv_vllm.gate.words import MOST_WORDS, run_counts, runs_of_words
 from tests.bundles import classified_gate, random_gated_bundle
 
 K, S, F = 3, 2, 16
 
 
 def test_the_words_of_a_text() -> None:
-    buckets, counts = word_counts(["go", "go", "on"])
+    buckets, (counts,) = run_counts("Go, GO on")
     pieces = Counter(["w go", "w go", "w on", "w go go", "w go on"])
     for word in ("go", "go", "on"):
         spaced = f" {word} "
@@ -51,7 +49,13 @@ def test_the_words_of_a_text() -> None:
 def test_a_long_text_is_seen_at_both_ends() -> None:
     words = [f"word{number}" for number in range(3 * MOST_WORDS)]
     ends = words[: MOST_WORDS // 2] + words[-MOST_WORDS // 2 :]
-    assert word_counts(words)[0].tolist() == word_counts(ends)[0].tolist()
+    assert runs_of_words(" ".join(words)) == (ends, [range(MOST_WORDS)])
+    sentences = " ".join(f"{word}." if number % 10 == 9 else word for number, word in enumerate(words))
+    seen, found = runs_of_words(sentences)
+    assert seen == ends
+    assert found[0] == range(MOST_WORDS)
+    assert all(run.start % 10 == run.stop % 10 == 0 for run in found)
+    assert {place for run in found[1:] for place in run} == {*range(60), *range(MOST_WORDS - 60, MOST_WORDS)}
 
 
 @pytest.mark.parametrize("text", ["", "?!", "What is it?"])
@@ -59,9 +63,10 @@ def test_log_odds_of_words(text: str) -> None:
     rng = np.random.default_rng(0)
     rarity = rng.random(BUCKETS).astype(np.float32) + 0.5
     weights, offsets = (rng.standard_normal(shape).astype(np.float32) for shape in ((K, BUCKETS), K))
-    buckets, counts = word_counts(re.findall(r"\w+", text.lower()))
+    buckets, counts = run_counts(text)
+    assert len(counts) == 1
     vector = np.zeros(BUCKETS)
-    vector[buckets] = counts * rarity[buckets]
+    vector[buckets] = counts[0] * rarity[buckets]
     vector /= np.linalg.norm(vector) or 1
     found = WordScores(rarity, weights, offsets).evidence(text)
     np.testing.assert_allclose(found, as_evidence(weights @ vector + offsets), rtol=1e-5)
@@ -121,6 +126,22 @@ def test_the_evidence_of_a_prompt(num_text: int, with_prototypes: bool, monkeypa
 # Runs of clauses
 
 
+def spoken_runs(text: str) -> list[str]:
+    words, found = runs_of_words(text)
+    return [" ".join(words[run.start : run.stop]) for run in found]
+
+
+def test_a_run_is_counted_as_a_text_of_its_own() -> None:
+    text = "Hi, it is me again. Where does the train go, and when does it go?"
+    buckets, counts = run_counts(text)
+    assert len(counts) == 9
+    for spoken, of_run in zip(spoken_runs(text), counts, strict=True):
+        alone, (expected,) = run_counts(spoken)
+        present = of_run.nonzero()[0]
+        np.testing.assert_array_equal(buckets[present], alone)
+        np.testing.assert_allclose(of_run[present], expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -140,7 +161,7 @@ def test_the_evidence_of_a_prompt(num_text: int, with_prototypes: bool, monkeypa
     ],
 )
 def test_runs_of_words(text: str, expected: list[str]) -> None:
-    found = [" ".join(words) for words in runs_of_words(text)]
+    found = spoken_runs(text)
     assert found[0] == expected[0]
     assert sorted(set(expected[1:])) == sorted(run for run in found[1:] if run in expected)
     assert len(found) == len(set(found))
@@ -179,7 +200,7 @@ def test_tokens_and_words_have_the_same_clauses() -> None:
     words = ["hi", ",", "who", "goes", "there", "?", "it", "is", "me", "."]
     found = runs_of_tokens(list(range(len(words))), {at for at, word in enumerate(words) if ends_clause(word)})
     spoken = [" ".join(words[at] for at in run if words[at].isalpha()) for run in found]
-    assert spoken == [" ".join(run) for run in runs_of_words("Hi, who goes there? It is me.")]
+    assert spoken == spoken_runs("Hi, who goes there? It is me.")
 
 
 def test_the_best_run_counts_if_it_is_better_than_by_chance() -> None:
