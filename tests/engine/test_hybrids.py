@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers import rotary_embedding
 
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation, first_active_position
 from inducekv_vllm.errors import UnsupportedModel
@@ -130,8 +131,10 @@ def serving(family: Family, folder: Path, **options: Any) -> Iterator[Served]:
     # A step ends with each block: vLLM keeps the state of a step's last block alone, and its Mamba 2 on CPUs ends the
     # engine if a block ends within a step.
     usual = {"enforce_eager": True, "max_num_batched_tokens": family.block, "max_model_len": 1024} | family.options
-    with engine(world.model, environment=FEWER_PROCESSES, **usual | options) as llm:
-        yield Served(world, llm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rotary_embedding, "_ROPE_DICT", {})  # vLLM keeps what the engines of a process rotate by
+        with engine(world.model, environment=FEWER_PROCESSES, **usual | options) as llm:
+            yield Served(world, llm)
 
 
 @pytest.fixture(scope="module", params=[marked(name) for name in FAMILIES])
@@ -242,6 +245,30 @@ def test_states_of_memory_are_never_those_of_other_requests(served: Served, fami
             (expected,) = score(served.world.backbone, [inputs], [given])
             assert (logprobs - expected).abs().max() <= TOLERANCE
         served.check([question], ["gated"])
+
+
+@pytest.mark.parametrize(
+    ("save", "options", "message"),
+    [
+        (save_lfm2, {}, "its queries wrongly on CPUs"),
+        (save_lfm2, TORCH_ROPE | {"prefix_match_unit": 32}, "--prefix-match-unit 32, which is not a whole block"),
+        (save_granite_hybrid, {}, "start with --max-num-batched-tokens 128, or with --no-enable-prefix-caching"),
+    ],
+)
+def test_what_vllm_computes_wrongly_on_cpus_is_refused(
+    save: Callable[[Path], Path],
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    usual = {"enforce_eager": True, "max_num_batched_tokens": 512, "enable_prefix_caching": True}
+    with (
+        pytest.raises(UnsupportedModel, match=message),
+        engine(save(tmp_path), environment=FEWER_PROCESSES, **usual | options),
+    ):
+        pass
 
 
 def test_merged_memory_is_refused(served: Served, tmp_path: Path) -> None:
