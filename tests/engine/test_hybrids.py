@@ -25,6 +25,7 @@ from selector.backbone.generation import score
 from tests.bundles import as_decoupled
 from tests.engine import gdn_float32
 from tests.engine.parity import (
+    EAGER,
     FEWER_PROCESSES,
     NEW_TOKENS,
     TOLERANCE,
@@ -330,3 +331,21 @@ def test_preempted_without_a_prefix_cache(name: str, tmp_path: Path, monkeypatch
                 answers = served.check(questions, [kind] * 4)
         assert [answer.decision and answer.decision.task for answer in answers] == list(TASKS)
         assert len(preempted) == 4 * len(kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "granite-hybrid"])
+def test_two_tensor_parallel_ranks(name: str, tmp_path: Path) -> None:
+    """The second rank hears of a decision behind the pass, so every open gate sends its request back."""
+    family = FAMILIES[name]
+    world = make_world(family.save(tmp_path / "model"), tmp_path, make_prompts=text_prompts)
+    environment = {**FEWER_PROCESSES, **EAGER, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    options = {"enforce_eager": True, "max_num_batched_tokens": family.block, "enable_prefix_caching": True}
+    options |= {"tensor_parallel_size": 2, "max_model_len": 1024} | family.options
+    with engine(world.model, environment=environment, **options) as llm:
+        two_ranks, questions = MemoryEngine(world, llm), questions_of(family, 7)
+        for _ in range(2):
+            two_ranks.check(questions, ["first", "second", None, "other"])
+        with two_ranks.gated(questions, TASKS):
+            answers = two_ranks.check(questions, ["gated"] * 4)
+        assert [answer.decision and answer.decision.task for answer in answers] == list(TASKS)
