@@ -35,11 +35,18 @@ from tests.engine.parity import (
     engine,
     greedy,
     make_world,
+    prompts,
     served_logprobs,
     silent_below,
     text_prompts,
 )
-from tests.tiny_hybrids import save_granite_hybrid, save_lfm2, save_qwen3_5, save_qwen3_next
+from tests.tiny_hybrids import (
+    save_granite_hybrid,
+    save_lfm2,
+    save_qwen3_5,
+    save_qwen3_5_with_pictures,
+    save_qwen3_next,
+)
 
 WORDS = ("red", "green", "blue", "circle", "square", "star", "ring", "triangle", "yes", "no", "one", "two", "left")
 
@@ -349,3 +356,22 @@ def test_two_tensor_parallel_ranks(name: str, tmp_path: Path) -> None:
         with two_ranks.gated(questions, TASKS):
             answers = two_ranks.check(questions, ["gated"] * 4)
         assert [answer.decision and answer.decision.task for answer in answers] == list(TASKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_experts", [False, True])
+def test_qwen3_5_with_pictures(with_experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the text begins in the middle of a prompt, behind the picture."""
+    gdn_float32.install()
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    model = save_qwen3_5_with_pictures(tmp_path / "model", with_experts=with_experts)
+    world = make_world(model, tmp_path, make_prompts=prompts)
+    options = {"enforce_eager": True, "max_num_batched_tokens": 384, "max_model_len": 1024}
+    with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:
+        served, questions = MemoryEngine(world, llm), prompts(4, 1)
+        for _ in range(2):
+            served.check(questions, [None, "first", "second", "other"])
+        for activation in ACTIVATIONS:
+            with served.gated(questions, TASKS, activations=dict.fromkeys("ab", activation)):
+                answers = served.check(questions, ["gated"] * 4)
+            assert [answer.decision and answer.decision.task for answer in answers] == list(TASKS)
