@@ -100,7 +100,7 @@ test-nightly: setup-dev
 # The families that docs/models.md marks as slow. SmolLM2 is skipped unless `make setup-real` has installed its weights.
 test-families: export OMP_NUM_THREADS := 1
 test-families: setup-dev
-	$(BIN)/python -m pytest -m "slow or not slow" tests/engine/test_families.py \
+	$(BIN)/python -m pytest -m "slow or not slow" tests/engine/test_families.py tests/engine/test_hybrids.py \
 	  tests/engine/test_llava_onevision1_5.py tests/engine/test_sliding_windows.py \
 	  tests/nightly/test_real_model.py $(PYTEST_ARGS)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..bundle import OutputMap
 
 
+STATES_KEPT = ("none", "align")  # by vLLM's prefix cache of a hybrid
 DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")  # drafts are made without memory, and checked with it
 
 
@@ -85,6 +86,11 @@ def check_engine(config: VllmConfig) -> None:
             config.cache_config.kv_sharing_fast_prefill,
             "--kv-sharing-fast-prefill: some layers would not see every token of a prompt",
         ),
+        (
+            config.cache_config.mamba_cache_mode not in STATES_KEPT,
+            f"--mamba-cache-mode {config.cache_config.mamba_cache_mode}: which states it keeps is not known here; it "
+            f"has been tried with {', '.join(STATES_KEPT)}",
+        ),
         (model.enable_prompt_embeds, "prompt embeddings: a prompt's identity is its token ids"),
     ]
     for refused, reason in refusals:
@@ -119,24 +125,56 @@ def check_cpu_weights(model: nn.Module) -> None:
                 )
 
 
+def check_cpu_states(kv_cache: KVCacheConfig, config: VllmConfig) -> None:
+    """Refuse what vLLM computes wrongly on CPUs with the states of a hybrid, with memory and without.
+
+    Raises:
+        UnsupportedModel: names the flag, and what to start with.
+    """
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
+    for spec in (spec for spec in specs if isinstance(spec, MambaSpec)):
+        if config.cache_config.prefix_match_unit not in (None, spec.block_size):
+            raise UnsupportedModel(
+                f"vLLM answers wrongly on CPUs with --prefix-match-unit {config.cache_config.prefix_match_unit}, which "
+                f"is not a whole block of states ({spec.block_size} tokens): start without it"
+            )
+        step, is_mamba_2 = (
+            config.scheduler_config.max_num_batched_tokens,
+            spec.mamba_type is MambaAttentionBackendEnum.MAMBA2,
+        )
+        if is_mamba_2 and spec.mamba_cache_mode == "align" and step > spec.block_size:
+            raise UnsupportedModel(
+                "vLLM's Mamba 2 on CPUs ends with an error when a block of states ends within a step: start with "
+                f"--max-num-batched-tokens {spec.block_size}, or with --no-enable-prefix-caching"
+            )
+
+
 def check_cpu_rotation(model: nn.Module) -> None:
-    """Refuse latent attention whose queries vLLM's operator for CPUs rotates wrongly, with memory and without.
+    """Refuse layers whose queries vLLM's operator for CPUs rotates wrongly, with memory and without.
+
+    They are those of latent attention, whose keys have one head, and LFM2's, whose heads it takes for one.
 
     Raises:
         UnsupportedModel: names the layer, and the flag that cures it.
     """
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.models.lfm2 import Lfm2Attention
+    from vllm.model_executor.models.lfm2_moe import Lfm2MoeAttention
 
     for name, layer in model.named_modules():
-        if isinstance(layer, MultiHeadLatentAttentionWrapper) and isinstance(layer.rotary_emb, RotaryEmbedding):
-            used = getattr(layer.rotary_emb._forward_method, "__func__", None)
-            if used is RotaryEmbedding.forward_cpu:
-                raise UnsupportedModel(
-                    f"{name}: vLLM's operator for RoPE on CPUs rotates queries wrongly where keys have one head, as "
-                    "latents have (its answers would be wrong without memory, too): start with "
-                    '--compilation-config \'{"custom_ops": ["-rotary_embedding"]}\''
-                )
+        if not isinstance(layer, MultiHeadLatentAttentionWrapper | Lfm2Attention | Lfm2MoeAttention):
+            continue
+        rotation = layer.rotary_emb
+        used = getattr(rotation, "_forward_method", None) if isinstance(rotation, RotaryEmbedding) else None
+        if getattr(used, "__func__", None) is RotaryEmbedding.forward_cpu:
+            raise UnsupportedModel(
+                f"{name}: vLLM's operator for RoPE on CPUs rotates its queries wrongly, with memory and without: start "
+                'with --compilation-config \'{"custom_ops": ["-rotary_embedding"]}\''
+            )
 
 
 def check_gpu_runner(config: VllmConfig) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
-from ..vllm_seams.requirements import check_cpu_rotation, check_cpu_weights, groups_adapters
+from ..vllm_seams.requirements import check_cpu_rotation, check_cpu_states, check_cpu_weights, groups_adapters
 from . import cpu_lora
 from .memory_worker import MemoryWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class InduceKVCPUWorker(MemoryWorker, CPUWorker):
@@ -20,6 +23,10 @@ class InduceKVCPUWorker(MemoryWorker, CPUWorker):
         super().load_model(*args, **kwargs)
         check_cpu_weights(self.get_model())
         check_cpu_rotation(self.get_model())
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        check_cpu_states(kv_cache_config, self.vllm_config)
+        super().initialize_from_config(kv_cache_config)
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         """What a slot reads is found through the requests, without tables."""

@@ -143,13 +143,15 @@ class Backbone:
         """For merged memory, which shares the softmax of self-attention.
 
         Raises:
-            UnsupportedModel: it has windows, a soft cap, sinks or latents.
+            UnsupportedModel: it has windows, a soft cap, sinks or latents, or layers without attention.
         """
         text, found = self.model.config.get_text_config(decoder=True), None
         if self.is_latent:
             found = "multi-head latent attention (MLA)"
         elif self.has_windows:
             found = f"a sliding window in {self.num_layers - len(self.full_layers)} of {self.num_layers}"
+        elif self.has_states:
+            found = f"it in {self.num_layers} of {text.num_hidden_layers}"
         elif getattr(text, "attn_logit_softcapping", None) is not None:
             found = "a soft cap on its logits"
         elif any(hasattr(attention, "sinks") for attention in self.attention_layers()):

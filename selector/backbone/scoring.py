@@ -55,7 +55,7 @@ class Scorer:
         self.batch_size = batch_size
         self._prefixes: LRUCache[str, Inputs] = LRUCache(CACHED_PREFIXES)
         self._tails: LRUCache[tuple[str, str, int], Tail] = LRUCache(CACHED_TAIL_BYTES, lambda tail: tail.nbytes)
-        self._exact_tails: dict[tuple[bool, bool], bool] = {}  # by whether they start late and the prompt has images
+        self.exact_tails: dict[tuple[bool, bool], bool] = {}  # by whether they start late and the prompt has images
 
     def answer_tokens(self, example: Example) -> list[int]:
         """The answer as the model must generate it: its text, then the end-of-turn token."""
@@ -133,10 +133,10 @@ class Scorer:
         if self.backbone.has_windows:
             return False
         kind = (first_active > 0, bool(example.images))
-        if kind not in self._exact_tails:
+        if kind not in self.exact_tails:
             prompt, answer = self.prefix(example), self.answer_tokens(example)
-            self._exact_tails[kind] = has_tails(self.backbone, prompt, answer, first_active)
-        return self._exact_tails[kind]
+            self.exact_tails[kind] = has_tails(self.backbone, prompt, answer, first_active)
+        return self.exact_tails[kind]
 
     def _tail(self, example: Example, first_active: int) -> Tail:
         key = (example.source_digest, example.answer, first_active)

@@ -6,7 +6,8 @@ on: it costs a request no second pass (`inducekv_vllm.workers.decisions`). Tasks
 a lower learning rate than tasks with new pictures.
 
 What a task wants shows early, so the search is successive halving [https://arxiv.org/abs/1502.07943]. Of trainings that
-are equally good on validation, the one whose memory acts latest goes on.
+are equally good on validation, the one whose memory acts latest goes on; on a hybrid a
+little worse is good enough.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from .settings import RefinedSettings
 from .training import StepRecord, Training, TrainingProblem, train
 
 LEARNING_RATES: Final = (0.1, 0.3)
+# Standard errors within which two losses are as good. A hybrid's state cannot go back: a second pass is one over all of
+# a prompt, or over what follows its last cached state.
+AS_GOOD: Final = 1.0
+AS_GOOD_ON_A_HYBRID: Final = 2.0
 RUNGS: Final = ((1 / 16, 2), (1 / 4, 1))  # after this share of the steps, so many trainings go on
 
 
@@ -100,7 +105,7 @@ def search(
     ranking = every_candidate(problem, settings, gate_layer)  # the best first, once they are compared
     announce([candidate.training for candidate in ranking], RUNGS, progress)
     diverged: list[InduceKVError] = []
-    running = len(ranking)
+    running, within = len(ranking), AS_GOOD_ON_A_HYBRID if problem.scorer.backbone.has_states else AS_GOOD
     for share, kept in RUNGS:
         if running > kept:
             step, compared = rung_step(share, settings), list[Candidate]()
@@ -109,7 +114,7 @@ def search(
                     _train(candidate, step, checkpoint, progress, callbacks)
                     losses = candidate.training.compare(step, checkpoint, candidate.name)
                     compared.append(replace(candidate, losses=losses))
-            order = best_first([each.losses for each in compared], [each.lateness for each in compared])
+            order = best_first([each.losses for each in compared], [each.lateness for each in compared], within)
             ranking, running = [compared[row] for row in order] + ranking[running:], kept
     for candidate in ranking:
         with _noted(diverged):
@@ -132,10 +137,10 @@ def _noted(diverged: list[InduceKVError]) -> Iterator[None]:
         diverged.append(error)
 
 
-def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]]) -> list[int]:
+def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]], within: float = AS_GOOD) -> list[int]:
     """The rows of trainings by mean loss, but those that are as good as the best come first, the latest of them ahead.
 
-    As good: the mean of the differences to the best, over the questions, is within its standard error.
+    As good: the mean of the differences to the best, over the questions, is within so many of its standard errors.
 
     Args:
         losses: [validation questions] of each.
@@ -148,7 +153,7 @@ def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]]) ->
     def place(row: int) -> tuple[bool, tuple[int, ...], float]:
         worse = losses[row] - losses[best]  # [validation questions]
         error = float(worse.std()) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-        as_good = means[row] - means[best] <= error
+        as_good = means[row] - means[best] <= within * error
         return not as_good, tuple(-each for each in lateness[row]) if as_good else (), means[row]
 
     return sorted(rows, key=place)

@@ -26,6 +26,7 @@ class Estimate:
     new_bytes: int  # of the task's entries
     trainings: int  # that are begun
     seconds: float  # of all training, at most
+    without_tails: bool  # a hybrid's states are too large: every step computes whole prompts
 
 
 def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) -> Estimate:
@@ -46,4 +47,5 @@ def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) 
         problem = TrainingProblem(scorer, entries, training, log_prior(inputs.training, records), validation, calibrate)
         candidates = every_candidate(problem, settings, layers_of_gate(backbone.num_layers)[-1])
         seconds = seconds_of_search([each.training for each in candidates], RUNGS) if settings.steps else 0.0
-    return Estimate(FLOAT16_BYTES * numbers, len(candidates), seconds)
+    without_tails = backbone.has_states and not any(scorer.exact_tails.values())
+    return Estimate(FLOAT16_BYTES * numbers, len(candidates), seconds, without_tails)

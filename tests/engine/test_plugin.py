@@ -126,6 +126,7 @@ def _engine(**changes: Any) -> Any:
     model |= {"is_diffusion": False, "quantization": None, "enable_sleep_mode": False, "cache_dtype": "auto"}
     model |= {"hf_text_config": SimpleNamespace()}
     top = {"speculative_config": None, "kv_transfer_config": None, "ec_transfer_config": None}
+    top |= {"mamba_cache_mode": "none"}
     top |= {"kv_sharing_fast_prefill": False, "scheduler_cls": SCHEDULER_CLS, "kv_events_config": None}
     engine = SimpleNamespace(**(sizes | model | top | changes))
     engine.parallel_config = engine.model_config = engine.cache_config = engine.scheduler_config = engine
@@ -155,6 +156,7 @@ def _engine(**changes: Any) -> Any:
         ({"runner_type": "pooling"}, "'pooling' runner"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
+        ({"mamba_cache_mode": "all"}, "--mamba-cache-mode all: .* tried with none, align"),
     ],
 )
 def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason: str) -> None:

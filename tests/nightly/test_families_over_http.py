@@ -35,6 +35,7 @@ from tests.tiny_families import (
     save_text,
     small_timm,
 )
+from tests.tiny_hybrids import save_granite_hybrid, save_lfm2, save_qwen3_5
 
 WINDOWED = TEXT_SIZES | {
     "num_hidden_layers": 4,
@@ -46,7 +47,23 @@ WITH_WINDOWS: dict[str, Callable[[str | Path], Path]] = {
     "gemma3": partial(save_text, config=Gemma3TextConfig, query_pre_attn_scalar=64, **WINDOWED),
 }
 SMALL_TOWERS = "tests.engine.small_towers.SmallTowersWorker"
-EVERY = FAMILIES | WITH_WINDOWS | LATENT_FAMILIES
+HYBRIDS: dict[str, Callable[[str | Path], Path]] = {
+    "qwen3.5": save_qwen3_5,
+    "granite-hybrid": save_granite_hybrid,
+    "lfm2": save_lfm2,
+}
+WITHOUT_ROPE_OPERATOR = '{"custom_ops": ["-rotary_embedding"]}'
+OPTIONS = {  # of the server
+    "deepseek-vl2": ("--worker-cls", SMALL_TOWERS),
+    "qwen3.5": ("--worker-cls", "tests.engine.gdn_float32_worker.GdnFloat32Worker", "--max-model-len", "1024"),
+    "granite-hybrid": ("--max-num-batched-tokens", "128"),
+    "lfm2": ("--compilation-config", WITHOUT_ROPE_OPERATOR),
+}
+OPTIONS |= {
+    family: ("--compilation-config", json.dumps(ON_CPUS["compilation_config"]), "--attention-backend", "CPU_MLA")
+    for family in LATENT_FAMILIES
+}
+EVERY = FAMILIES | WITH_WINDOWS | LATENT_FAMILIES | HYBRIDS
 EXAMPLES = 16
 SETTINGS = [
     *("--budget", "4", "--payload-tokens", "4", "--activation", "generation", "--facts", "off"),
@@ -86,10 +103,7 @@ def test_taught_and_served(family: str, tmp_path: Path) -> None:
     picture = drawings(EXAMPLES, 1)[3] if family in PICTURE_FAMILIES else None
     prompt = Prompt(picture, question(3))
     flags = ["--served-model-name", "base", f"--memory=keys={bundle}", "--block-size", "32", *FLAGS]
-    if family == "deepseek-vl2":
-        flags += ["--worker-cls", SMALL_TOWERS]
-    if family in LATENT_FAMILIES:
-        flags += ["--compilation-config", json.dumps(ON_CPUS["compilation_config"]), "--attention-backend", "CPU_MLA"]
+    flags += OPTIONS.get(family, ())
     environment = {**ENVIRONMENT, **({} if family in THROUGH_TRANSFORMERS else FEWER_PROCESSES)}
     with serving([str(model), *flags], tmp_path / "log", environment) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)

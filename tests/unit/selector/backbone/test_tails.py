@@ -51,7 +51,7 @@ def test_tails_give_what_whole_prompts_give(backbone: Backbone, examples: list[E
         torch.testing.assert_close(in_tails, whole, rtol=0, atol=1e-4)
     # Qwen3-VL gives pictures to several layers, so its whole prompts do not start from the first layer's input.
     exact = activation != "prompt" or "Qwen3VL" not in type(backbone.model).__name__
-    assert scorer._exact_tails == {(activation != "prompt", True): exact}
+    assert scorer.exact_tails == {(activation != "prompt", True): exact}
     for mine, expected in zip(gradients(in_tails, memory), gradients(whole, memory), strict=True):
         assert expected.abs().max() > 0
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
@@ -79,4 +79,4 @@ def test_a_model_of_another_build_is_scored_whole(
     monkeypatch.setattr(tails, "tail_logprobs", lambda *args: [logprobs.roll(1) for logprobs in exact(*args)])
     other = Scorer(backbone)
     torch.testing.assert_close(other.losses(examples, memory, terms), expected, rtol=0, atol=1e-4)
-    assert other._exact_tails == {(True, True): False}
+    assert other.exact_tails == {(True, True): False}

@@ -114,7 +114,7 @@ def test_text_activation_is_that_of_the_whole_prompt(model: Backbone, texts: lis
         torch.testing.assert_close(losses[activation], whole, rtol=0, atol=1e-4)
     assert torch.equal(losses["prompt"], losses["text"])
     assert (losses["prompt"] - losses["generation"]).abs().max() > 1e-2
-    assert set(scorer._exact_tails.values()) == {True}
+    assert set(scorer.exact_tails.values()) == {True}
 
 
 def test_pictures_are_refused_with_the_examples_name(model: Backbone, examples: list[Example]) -> None:
