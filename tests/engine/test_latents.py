@@ -121,3 +121,20 @@ def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine, mo
         engine(served.world.model, environment=FEWER_PROCESSES, **options),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    """Each has half of the heads, and all latents: one of them counts what a gate sees."""
+    model = LATENT_FAMILIES[IN_EVERY_RUN](tmp_path / "model")
+    world = make_world(model, tmp_path, make_prompts=text_prompts)
+    world.add("retrieved", as_decoupled(world.merged["prior"], "generation", "prior"), tmp_path)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with engine(model, environment=environment, tensor_parallel_size=2, **ON_CPUS) as llm:
+        served = MemoryEngine(world, llm)
+        questions, tasks = text_prompts(4, 1), ["a", None, "b", None]
+        served.check(questions, [None, "retrieved", "first", "second"])
+        for by_classifiers in (False, True):
+            with served.gated(questions, tasks, by_classifiers=by_classifiers):
+                answers = served.check(questions, ["gated"] * 4)
+            assert [answer.decision and answer.decision.task for answer in answers] == tasks
