@@ -393,7 +393,7 @@ LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "deepseek-v3": partial(save_deepseek_v3, first_k_dense_replace=1),
     "glm4-moe-lite": partial(save_deepseek_v3, config=Glm4MoeLiteConfig, n_group=1),
     "deepseek-vl2-small": partial(save_deepseek_vl2, **LATENTS, use_mla=True),
-    "deepseek-vl2": partial(
+    "deepseek-vl2-base": partial(
         save_deepseek_vl2,
         **LATENTS,
         use_mla=True,
@@ -403,5 +403,5 @@ LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
         routed_scaling_factor=2.0,
     ),
 }
-LATENT_PICTURES = ("deepseek-vl2-small", "deepseek-vl2")
+LATENT_PICTURES = ("deepseek-vl2-small", "deepseek-vl2-base")
 FAMILIES = TEXT_FAMILIES | PICTURE_FAMILIES
