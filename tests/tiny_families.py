@@ -278,8 +278,10 @@ def save_gemma3(folder: str | Path) -> Path:
     return Path(folder)
 
 
-def save_deepseek_vl2(folder: str | Path) -> Path:
+def save_deepseek_vl2(folder: str | Path, **language: Any) -> Path:
     """Plain heads, experts, and pictures cut into tiles; with the files and names of the published tiny model.
+
+    `language` are other settings of the language model, as the small and the base model have them.
 
     Its tower has the size of the real one, unless `timm.create_model` makes a smaller one: see `small_timm`.
     """
@@ -307,6 +309,7 @@ def save_deepseek_vl2(folder: str | Path) -> Path:
         "lm_head": True,
         **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
         **dict.fromkeys(("kv_lora_rank", "q_lora_rank")),
+        **language,
     }
     settings = {
         "candidate_resolutions": [[56, 56], [56, 112], [112, 56], [168, 56]],
@@ -389,5 +392,16 @@ LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     ),
     "deepseek-v3": partial(save_deepseek_v3, first_k_dense_replace=1),
     "glm4-moe-lite": partial(save_deepseek_v3, config=Glm4MoeLiteConfig, n_group=1),
+    "deepseek-vl2-small": partial(save_deepseek_vl2, **LATENTS, use_mla=True),
+    "deepseek-vl2-base": partial(
+        save_deepseek_vl2,
+        **LATENTS,
+        use_mla=True,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.0,
+    ),
 }
+LATENT_PICTURES = ("deepseek-vl2-small", "deepseek-vl2-base")
 FAMILIES = TEXT_FAMILIES | PICTURE_FAMILIES

@@ -1,7 +1,9 @@
 # mypy: disable-error-code="misc,no-untyped-call,assignment,no-any-return,override,arg-type,union-attr,operator"
-"""DeepSeek-VL2 with plain attention heads for transformers [https://arxiv.org/abs/2412.10302]: the tiny model.
+"""DeepSeek-VL2 for transformers [https://arxiv.org/abs/2412.10302].
 
-The language model is transformers' own of DeepSeek-OCR-2, the tower timm's SigLIP; both are what vLLM computes.
+The language model is transformers' own: of the tiny model that of DeepSeek-OCR-2, with plain attention heads; of the
+small and the base model DeepSeek-V2, with latents. The base model's experts are chosen as in DeepSeek-V3. The tower is
+timm's SigLIP. All are what vLLM computes.
 
 Shapes: N pictures, t tiles of all pictures, P patches of a tile, w rows and columns of a tile's projected features,
 d hidden size of the language model, D of the tower.
@@ -18,9 +20,11 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.deepseek_ocr2 import modeling_deepseek_ocr2 as ocr
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Model, DeepseekV2Moe
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from ..errors import UnsupportedModel
-from .deepseek_vl2_config import DeepseekVL2Config, DeepseekVL2ProjectorConfig
+from .deepseek_vl2_config import DeepseekVL2Config, DeepseekVL2LatentTextConfig, DeepseekVL2ProjectorConfig
 from .deepseek_vl2_processor import DeepseekVLV2Processor
 
 TOWER = "vit_so400m_patch14_siglip_384.webli"
@@ -70,9 +74,19 @@ class Projector(nn.Module):
         return projected.unflatten(1, (side, side))
 
 
+def make_language_model(config: Any) -> nn.Module:
+    if not isinstance(config, DeepseekVL2LatentTextConfig):
+        return ocr.DeepseekOcr2TextModel(config)
+    language_model = DeepseekV2Model(config)
+    for layer in language_model.layers:
+        if config.routes_as_v3 and isinstance(layer.mlp, DeepseekV2Moe):
+            layer.mlp.gate = DeepseekV3TopkRouter(config)
+    return language_model
+
+
 class DeepseekVL2PreTrainedModel(ocr.DeepseekOcr2PreTrainedModel):
     config: DeepseekVL2Config
-    _no_split_modules: ClassVar = ["DeepseekOcr2TextDecoderLayer"]
+    _no_split_modules: ClassVar = ["DeepseekOcr2TextDecoderLayer", "DeepseekV2DecoderLayer"]
     _keep_in_fp32_modules_strict: ClassVar = []
 
 
@@ -86,7 +100,7 @@ class DeepseekVL2Model(ocr.DeepseekOcr2Model):
         self.projector = Projector(config.projector_config)
         self.image_newline = nn.Parameter(torch.randn(width) / width**0.5)
         self.view_separator = nn.Parameter(torch.randn(width) / width**0.5)
-        self.language_model = ocr.DeepseekOcr2TextModel(config.text_config)
+        self.language_model = make_language_model(config.text_config)
         self.post_init()
 
     def get_image_features(

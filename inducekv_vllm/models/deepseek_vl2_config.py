@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
+from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 
 from ..errors import UnsupportedModel
 from . import IMAGE_TOKENS
@@ -54,11 +55,6 @@ class DeepseekVL2TextConfig(DeepseekOcr2TextConfig):
     moe_layer_freq: int = 1
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if kwargs.get("kv_lora_rank") or kwargs.get("qk_rope_head_dim"):
-            raise UnsupportedModel(
-                "DeepSeek-VL2's language model has multi-head latent attention (MLA), which keeps no keys and values "
-                "per head: memory consists of them. The tiny one has plain heads"
-            )
         if self.mlp_layer_types is None:
             sparse = [
                 layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
@@ -66,6 +62,39 @@ class DeepseekVL2TextConfig(DeepseekOcr2TextConfig):
             ]
             self.mlp_layer_types = ["sparse" if is_sparse else "dense" for is_sparse in sparse]
         super().__post_init__(**kwargs)
+
+
+@strict
+class DeepseekVL2LatentTextConfig(DeepseekV2Config):
+    """DeepSeek-V2 with latent attention (MLA), as in the small and the base model.
+
+    The small one's experts are chosen as DeepSeek-V2's, the base one's as DeepSeek-V3's.
+    """
+
+    model_type = "deepseek_v2"
+    attribute_map: ClassVar = dict.fromkeys(("num_experts", "num_local_experts"), "n_routed_experts")  # V2's and V3's
+
+    scoring_func: str = "softmax"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        routing = (self.topk_method, self.scoring_func)
+        if routing not in (("greedy", "softmax"), ("group_limited_greedy", "softmax"), ("noaux_tc", "sigmoid")):
+            raise UnsupportedModel(
+                f"DeepSeek-VL2: experts are chosen by greedy and softmax, or by noaux_tc and sigmoid, found {routing}"
+            )
+        if self.scoring_func == "softmax" and self.norm_topk_prob:
+            raise UnsupportedModel("DeepSeek-VL2: expected norm_topk_prob false where experts are chosen by softmax")
+        super().__post_init__(**kwargs)
+
+    @property
+    def routes_as_v3(self) -> bool:
+        return self.scoring_func == "sigmoid"
+
+
+def _text(settings: dict[str, Any]) -> DeepseekVL2TextConfig | DeepseekVL2LatentTextConfig:
+    """As vLLM has it: a file that does not name `kv_lora_rank` has the default of DeepSeek-V2."""
+    is_latent = settings.get("kv_lora_rank", DeepseekV2Config.kv_lora_rank)
+    return (DeepseekVL2LatentTextConfig if is_latent else DeepseekVL2TextConfig)(**settings)
 
 
 @strict
@@ -92,7 +121,7 @@ class DeepseekVL2Config(PretrainedConfig):
                 "DeepSeek-VL2: expected tile_tag '2D' and global_view_pos 'head' or 'tail', found "
                 f"{self.tile_tag!r} and {self.global_view_pos!r}"
             )
-        self.text_config = DeepseekVL2TextConfig(**(self.language_config or {}))
+        self.text_config = _text(self.language_config or {})
         self.vision_config = _part(DeepseekVL2VisionConfig, self.vision_config)
         self.projector_config = _part(DeepseekVL2ProjectorConfig, self.projector_config)
         kwargs.pop("text_config", None)

@@ -6,7 +6,7 @@ that decides, and from the middle of a prompt. Merged memory is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,15 @@ from tests.engine.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
     MemoryEngine,
+    Prompt,
     engine,
     make_world,
+    prompts,
     served_logprobs,
     silent_below,
     text_prompts,
 )
-from tests.tiny_families import LATENT_FAMILIES, ON_CPUS
+from tests.tiny_families import LATENT_FAMILIES, LATENT_PICTURES, ON_CPUS, small_timm
 
 IN_EVERY_RUN = "deepseek-v3"
 
@@ -36,8 +38,17 @@ IN_EVERY_RUN = "deepseek-v3"
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryEngine]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = LATENT_FAMILIES[request.param](folder / "model")
-    world = make_world(model, folder, make_prompts=text_prompts)
+    with small_timm():
+        model = LATENT_FAMILIES[request.param](folder / "model")
+        yield from _served(model, folder, with_pictures if request.param in LATENT_PICTURES else text_prompts)
+
+
+def with_pictures(count: int, seed: int) -> list[Prompt]:
+    return prompts(count, seed, size=(48, 96))
+
+
+def _served(model: Path, folder: Path, make_prompts: Callable[[int, int], list[Prompt]]) -> Iterator[MemoryEngine]:
+    world = make_world(model, folder, make_prompts=make_prompts)
     for activation in ACTIVATIONS:
         world.add(f"ungated {activation}", as_decoupled(world.merged["prior"], activation), folder)
     world.add("retrieved", as_decoupled(world.merged["prior"], "generation", "prior"), folder)
@@ -45,9 +56,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield MemoryEngine(world, llm)
 
 
+def asked(served: MemoryEngine, count: int, seed: int) -> list[Prompt]:
+    """With a picture each, if the model takes any."""
+    make_prompts = text_prompts if served.world.backbone.kind == "text" else with_pictures
+    return make_prompts(count, seed)
+
+
 def test_every_form_without_a_decision(served: MemoryEngine) -> None:
     names = (None, *(f"ungated {activation}" for activation in ACTIVATIONS), "retrieved", "first", "second", "other")
-    questions = text_prompts(2, 1)
+    questions = asked(served, 2, 1)
     answers = served.check(questions * len(names), [name for name in names for _ in questions])
     for number in range(len(questions)):
         without, *others = answers[number :: len(questions)]
@@ -59,7 +76,7 @@ def test_every_form_without_a_decision(served: MemoryEngine) -> None:
 @pytest.mark.parametrize("joins", [False, True], ids=["goes back", "joins the pass"])
 def test_gates(served: MemoryEngine, joins: bool) -> None:
     """Open and closed, in one batch."""
-    questions, tasks = text_prompts(4, 1), ["a", None, "b", None]
+    questions, tasks = asked(served, 4, 1), ["a", None, "b", None]
     last = 1 if joins else served.world.backbone.num_layers - 1
     with served.gated(questions, tasks, last_layer=last, **silent_below(served.world, last if joins else 0, 0)):
         answers = served.check(questions, ["gated"] * len(questions))
@@ -76,14 +93,14 @@ def test_memory_from_the_middle_of_a_prompt(served: MemoryEngine, monkeypatch: p
 
     for module in (of_the_frontend, of_workers, of_the_reference):
         monkeypatch.setattr(module, "first_active_position", lambda activation, ids, placeholders: len(ids) // 2)
-    questions, tasks = text_prompts(4, 2), ["a", None, "b", "a"]
+    questions, tasks = asked(served, 4, 2), ["a", None, "b", "a"]
     served.check(questions, ["ungated text"] * 4)
     with served.gated(questions, tasks, last_layer=1, **silent_below(served.world, 0, 0)):
         served.check(questions, ["gated"] * 4)
 
 
 def test_classifiers(served: MemoryEngine) -> None:
-    questions = text_prompts(3, 3)
+    questions = asked(served, 3, 3)
     with served.gated(questions, ["a", None, "b"], by_classifiers=True):
         served.check(questions, ["gated"] * 3)
 
@@ -94,11 +111,30 @@ def test_merged_memory_is_refused(served: MemoryEngine, tmp_path: Path) -> None:
         served.offline.load_bundle(tmp_path / "merged.safetensors")
 
 
-def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine) -> None:
+def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the flag, answers would be wrong without memory, too."""
+    # vLLM keeps what rotates, with the flags of the process's first engine.
+    monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
     options = ON_CPUS | {"compilation_config": None}
     with (
-        pytest.raises(UnsupportedModel, match=r"RoPE on CPUs rotates queries wrongly .* -rotary_embedding"),
+        pytest.raises(UnsupportedModel, match=r"RoPE on CPUs rotates queries wrongly .*-rotary_embedding"),
         engine(served.world.model, environment=FEWER_PROCESSES, **options),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    """Each has half of the heads, and all latents: one of them counts what a gate sees."""
+    model = LATENT_FAMILIES[IN_EVERY_RUN](tmp_path / "model")
+    world = make_world(model, tmp_path, make_prompts=text_prompts)
+    world.add("retrieved", as_decoupled(world.merged["prior"], "generation", "prior"), tmp_path)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with engine(model, environment=environment, tensor_parallel_size=2, **ON_CPUS) as llm:
+        served = MemoryEngine(world, llm)
+        questions, tasks = text_prompts(4, 1), ["a", None, "b", None]
+        served.check(questions, [None, "retrieved", "first", "second"])
+        for by_classifiers in (False, True):
+            with served.gated(questions, tasks, by_classifiers=by_classifiers):
+                answers = served.check(questions, ["gated"] * 4)
+            assert [answer.decision and answer.decision.task for answer in answers] == tasks

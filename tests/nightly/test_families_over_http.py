@@ -28,6 +28,7 @@ from tests.server.launch import ENVIRONMENT, FLAGS
 from tests.tiny_families import (
     FAMILIES,
     LATENT_FAMILIES,
+    LATENT_PICTURES,
     ON_CPUS,
     PICTURE_FAMILIES,
     TEXT_SIZES,
@@ -60,9 +61,13 @@ OPTIONS = {  # of the server
     "lfm2": ("--compilation-config", WITHOUT_ROPE_OPERATOR),
 }
 OPTIONS |= {
-    family: ("--compilation-config", json.dumps(ON_CPUS["compilation_config"]), "--attention-backend", "CPU_MLA")
+    family: (
+        *("--compilation-config", json.dumps(ON_CPUS["compilation_config"]), "--attention-backend", "CPU_MLA"),
+        *(("--worker-cls", SMALL_TOWERS) if family in LATENT_PICTURES else ()),
+    )
     for family in LATENT_FAMILIES
 }
+WITH_PICTURES = (*PICTURE_FAMILIES, *LATENT_PICTURES)
 EVERY = FAMILIES | WITH_WINDOWS | LATENT_FAMILIES | HYBRIDS
 EXAMPLES = 16
 SETTINGS = [
@@ -80,7 +85,7 @@ def write_examples(folder: Path, family: str) -> Path:
     lines, pictures = [], drawings(EXAMPLES, 1)
     for number, picture in enumerate(pictures):
         parts: list[dict[str, Any]] = [{"type": "text", "text": question(number)}]
-        if family in PICTURE_FAMILIES:
+        if family in WITH_PICTURES:
             picture.save(folder / f"{number}.png")
             parts.insert(0, {"type": "image_url", "image_url": {"url": f"{number}.png"}})
         messages = [{"role": "user", "content": parts}]
@@ -100,7 +105,7 @@ def test_taught_and_served(family: str, tmp_path: Path) -> None:
         settings = [*SETTINGS, *(() if family in LATENT_FAMILIES else ("--map-rank", "2"))]
         assert select(["--model", str(model), "--task", str(task), "--output", str(bundle), *settings]) == 0
         world = World(model, Backbone.load(model), {"keys": read_bundle(bundle)}, {"keys": bundle})
-    picture = drawings(EXAMPLES, 1)[3] if family in PICTURE_FAMILIES else None
+    picture = drawings(EXAMPLES, 1)[3] if family in WITH_PICTURES else None
     prompt = Prompt(picture, question(3))
     flags = ["--served-model-name", "base", f"--memory=keys={bundle}", "--block-size", "32", *FLAGS]
     flags += OPTIONS.get(family, ())

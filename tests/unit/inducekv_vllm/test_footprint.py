@@ -55,7 +55,7 @@ def test_latents_are_counted_as_they_are_stored() -> None:
     """A token of latent attention (MLA) has 576 + 512 numbers a layer; the paper counts those of each head."""
     config, mebibytes = CONFIGS["DeepSeek-VL2-small"]
     latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    geometry = text_geometry(config["language_config"] | latents)
+    geometry = text_geometry({**config, "language_config": config["language_config"] | latents})
     assert (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim) == (1, 576, 512)
     assert geometry.per_head is not None
     assert [f"{row.mebibytes:.2f}" for row in plan(geometry.per_head)] == [f"{size:.2f}" for size in mebibytes]

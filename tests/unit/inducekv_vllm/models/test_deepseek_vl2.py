@@ -106,7 +106,11 @@ def test_another_mark_than_the_processors_is_refused(tiny: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"language_config": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}, r"multi-head latent attention \(MLA\)"),
+        (
+            {"language_config": {"kv_lora_rank": 512, "topk_method": "noaux_tc"}},
+            r"noaux_tc and sigmoid, found \('noaux_tc', 'softmax'\)",
+        ),
+        ({"language_config": {"kv_lora_rank": 512, "norm_topk_prob": True}}, "expected norm_topk_prob false"),
         ({"tile_tag": "1D"}, "expected tile_tag '2D'"),
         ({"projector_config": {"projector_type": "linear"}}, "expected the projector 'downsample_mlp_gelu'"),
     ],
