@@ -21,7 +21,7 @@ from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.models import ARCHITECTURES, IMAGE_TOKENS, register_model
 
-from .dequantized import dequantized
+from .dequantized import dequantized, is_nvfp4
 from .fused import take_apart
 
 FULL: Final = "full_attention"
@@ -89,7 +89,7 @@ def _load_network(config: Any, kind: Kind, model: str | Path, dtype: torch.dtype
     if method is None:
         return _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, **options)
     settings = dict(plain.quantization_config)
-    if method in ("compressed-tensors", "mxfp4"):
+    if method in ("compressed-tensors", "mxfp4") and not is_nvfp4(settings):
         plain.quantization_config = {**settings, "dequantize": True}
         network, loading = _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, config=plain, **options)
         return network.to(dtype), loading  # MXFP4 comes in bfloat16

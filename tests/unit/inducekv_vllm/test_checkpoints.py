@@ -188,7 +188,7 @@ def test_weights_that_are_no_error(copy: Path, name: str, tensor: torch.Tensor) 
 
 def test_whether_activations_are_rounded() -> None:
     rounded = {name for name, (_, settings) in METHODS.items() if rounds_activations(settings)}
-    assert rounded == {"int-quantized", "fp8", "fp8-blocks"}
+    assert rounded == {"int-quantized", "fp8", "fp8-blocks", "modelopt-fp8", "modelopt-nvfp4"}
 
 
 TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
