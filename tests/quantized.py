@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -120,6 +121,27 @@ def fp8(weight: Tensor) -> Quantized:
     return Quantized({"weight": numbers, "weight_scale": scale, "input_scale": scale.clone()}, numbers.float() * scale)
 
 
+def nvfp4(weight: Tensor) -> Quantized:
+    """Four bits with a scale of 8 bits for 16 inputs, and one of 32 bits for all."""
+    groups = weight.unflatten(1, (-1, 16))
+    overall = weight.abs().max() / (6 * 448)
+    scales = (groups.abs().amax(2) / 6 / overall).clamp(min=2**-6).to(torch.float8_e4m3fn)
+    each = (scales.float() * overall).repeat_interleave(16, 1)
+    packed = pack_fp4_to_uint8(weight / each)
+    numbers = unpack_fp4_from_uint8(packed, *weight.shape, dtype=torch.float32)
+    return Quantized({"weight": packed, "weight_scale": scales, "weight_scale_2": overall}, numbers * each)
+
+
+def nvfp4_packed(weight: Tensor) -> Quantized:
+    """The same as compressed-tensors names it: its scale of all is the inverse."""
+    parts, _ = nvfp4(weight)
+    overall = (1 / parts["weight_scale_2"]).reshape(1)
+    each = (parts["weight_scale"].float() / overall).repeat_interleave(16, 1)
+    numbers = unpack_fp4_from_uint8(parts["weight"], *weight.shape, dtype=torch.float32)
+    named = {"weight_packed": parts["weight"], "weight_scale": parts["weight_scale"], "weight_global_scale": overall}
+    return Quantized(named, numbers * each)
+
+
 def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
@@ -153,6 +175,16 @@ METHODS: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any]]] = {
             {"type": "int", "symmetric": True, "dynamic": True, "num_bits": 8, "strategy": "token"},
         ),
     ),
+    "nvfp4-pack-quantized": (
+        nvfp4_packed,
+        _compressed(
+            "nvfp4-pack-quantized",
+            {"type": "float", "symmetric": True, "dynamic": False, "num_bits": 4, "group_size": 16}
+            | {"strategy": "tensor_group"},
+        ),
+    ),
+    "modelopt-nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}),
+    "modelopt-fp8": (fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "fp8": (fp8, {**_FP8, "activation_scheme": "static"}),
     "fp8-blocks": (
         fp8_in_blocks,

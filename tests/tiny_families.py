@@ -12,40 +12,69 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AfmoeConfig,
+    ArceeConfig,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessor,
     Gemma3Processor,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
+    Glm4Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GotOcr2ImageProcessor,
+    GraniteConfig,
+    GraniteMoeConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
+    HyperCLOVAXConfig,
+    HYV3Config,
     InternVLConfig,
     InternVLForConditionalGeneration,
     InternVLProcessor,
     InternVLVideoProcessor,
     InternVLVisionConfig,
+    Jais2Config,
+    LagunaConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
+    MellumConfig,
+    Ministral3Config,
+    MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SiglipVisionConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from inducekv_vllm.models import register_model
@@ -82,7 +111,94 @@ THREE_QUERY_HEADS = TEXT_SIZES | {"num_attention_heads": 6}  # for each KV head:
 QWEN2_HIDDEN = 128  # vLLM's Qwen2 has heads of hidden size / query heads, and its CPU attention none below 32
 QWEN2_SIZES = {"hidden_size": QWEN2_HIDDEN, "intermediate_size": 192, "head_dim": QWEN2_HIDDEN // HEADS}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN2_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 64}
+AFMOE_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "num_shared_experts": 1,
+    "num_dense_layers": 1,
+    "route_scale": 2.0,
+    "mup_enabled": True,
+    # As its published settings have it, which transformers' class does not name.
+    "score_func": "sigmoid",
+    "route_norm": True,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GLM_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "use_qk_norm": True,
+    "num_mtp_layers": 0,
+}
+HUNYUAN_ROPE = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}}
+HUNYUAN_EXPERTS = {"num_experts": 4, "moe_topk": 2}
+HY_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    # As its published settings have it, which transformers' class does not name.
+    "first_k_dense_replace": 1,
+    "expert_hidden_dim": 64,
+    "route_norm": True,
+    "qk_norm": True,
+}
+MINISTRAL_ROPE = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+}
+WINDOWS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 16,
+}
 
+# Global layers with heads of another size and number, whose keys are their values; no embeddings for each layer.
+GLOBAL_HEADS = {
+    "attention_k_eq_v": True,
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
+LAGUNA = {  # without experts, which vLLM has no routing of for CPUs
+    "num_attention_heads_per_layer": [4, 8, 8, 4],
+    "mlp_layer_types": ["dense"] * 4,
+}
+# Layers that see their chunk of a prompt, rotated, and layers that see all of it, not rotated.
+CHUNKS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "chunked_attention", "chunked_attention", "full_attention"],
+    "no_rope_layers": [0, 1, 1, 0],
+    "attention_chunk_size": 32,
+}
+LLAMA4 = {
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 192,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "moe_layers": [1, 3],
+}
 
 # Multi-head latent attention: vLLM's for CPUs takes latents of 512 and rotated parts of 64 alone.
 LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
@@ -360,7 +476,10 @@ def small_timm() -> Iterator[None]:
 
 # What vLLM serves through its backend for models of transformers. It changes their classes in its process, and so the
 # reference, if that is the test's.
-THROUGH_TRANSFORMERS = ("smollm3", "olmo2", "llava-onevision-1.5")
+THROUGH_TRANSFORMERS = (
+    *("smollm3", "olmo2", "llava-onevision-1.5", "hunyuan", "hunyuan-moe", "seed-oss", "glm", "starcoder2", "arcee"),
+    *("olmo3", "mellum", "phi", "jais2"),
+)
 TEXT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "llama": partial(save_text, config=LlamaConfig, **THREE_QUERY_HEADS),
     "qwen3": partial(save_text, config=Qwen3Config, **TEXT_SIZES),
@@ -369,6 +488,41 @@ TEXT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "gemma": partial(save_text, config=GemmaConfig, **THREE_QUERY_HEADS),
     "smollm3": partial(save_text, config=SmolLM3Config, no_rope_layer_interval=2, **TEXT_SIZES),
     "olmo2": partial(save_text, config=Olmo2Config, **TEXT_SIZES),
+    "arcee": partial(save_text, config=ArceeConfig, **TEXT_SIZES),
+    "cohere": partial(save_text, config=CohereConfig, use_qk_norm=True, logit_scale=1.0, **TEXT_SIZES),
+    "ernie4.5": partial(save_text, config=Ernie4_5Config, **TEXT_SIZES),
+    "glm": partial(save_text, config=GlmConfig, **TEXT_SIZES),
+    "glm4": partial(save_text, config=Glm4Config, **TEXT_SIZES),
+    "glm4-moe": partial(save_text, config=Glm4MoeConfig, **TEXT_SIZES, **GLM_EXPERTS),
+    "granite": partial(save_text, config=GraniteConfig, **TEXT_SIZES, **MULTIPLIERS),
+    "granite-moe": partial(
+        save_text, config=GraniteMoeConfig, **TEXT_SIZES | QWEN2_SIZES, **MULTIPLIERS, **LOCAL_EXPERTS
+    ),
+    "hunyuan": partial(save_text, config=HunYuanDenseV1Config, **TEXT_SIZES, **HUNYUAN_ROPE),
+    "hunyuan-moe": partial(save_text, config=HunYuanMoEV1Config, **TEXT_SIZES, **HUNYUAN_ROPE, **HUNYUAN_EXPERTS),
+    "hy3": partial(save_text, config=HYV3Config, **TEXT_SIZES, **HY_EXPERTS),
+    "hyperclovax": partial(save_text, config=HyperCLOVAXConfig, **TEXT_SIZES),
+    "jais2": partial(save_text, config=Jais2Config, **TEXT_SIZES),
+    "ministral3": partial(save_text, config=Ministral3Config, **TEXT_SIZES, **MINISTRAL_ROPE),
+    "mistral": partial(save_text, config=MistralConfig, sliding_window=None, **TEXT_SIZES),
+    "mixtral": partial(save_text, config=MixtralConfig, **TEXT_SIZES, **LOCAL_EXPERTS),
+    "olmoe": partial(save_text, config=OlmoeConfig, **TEXT_SIZES | QWEN2_SIZES, num_experts=4, num_experts_per_tok=2),
+    "phi": partial(save_text, config=PhiConfig, **TEXT_SIZES),
+    "qwen2": partial(save_text, config=Qwen2Config, **TEXT_SIZES | QWEN2_SIZES),
+    "qwen2-moe": partial(save_text, config=Qwen2MoeConfig, **TEXT_SIZES | QWEN2_SIZES, **QWEN2_EXPERTS),
+    "seed-oss": partial(save_text, config=SeedOssConfig, **TEXT_SIZES),
+    "stablelm": partial(save_text, config=StableLmConfig, **TEXT_SIZES | QWEN2_SIZES),
+    "starcoder2": partial(save_text, config=Starcoder2Config, sliding_window=None, **TEXT_SIZES),
+}
+# With sliding windows or chunks in some layers: decoupled memory alone.
+WINDOWED_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
+    "gemma4": partial(save_text, config=Gemma4TextConfig, **TEXT_SIZES | WINDOWS, **GLOBAL_HEADS),
+    "laguna": partial(save_text, config=LagunaConfig, **TEXT_SIZES | WINDOWS, **LAGUNA),
+    "llama4": partial(save_text, config=Llama4TextConfig, **TEXT_SIZES | CHUNKS | LLAMA4),
+    "afmoe": partial(save_text, config=AfmoeConfig, **TEXT_SIZES | WINDOWS, **AFMOE_EXPERTS),
+    "exaone4": partial(save_text, config=Exaone4Config, **TEXT_SIZES | WINDOWS, sliding_window_pattern="LG"),
+    "mellum": partial(save_text, config=MellumConfig, **TEXT_SIZES | WINDOWS, **EXPERTS),
+    "olmo3": partial(save_text, config=Olmo3Config, **TEXT_SIZES | WINDOWS),
 }
 PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "llava-1.5": partial(save_tiny_llava, k_norm=False, kv_heads=HEADS),
@@ -404,4 +558,67 @@ LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     ),
 }
 LATENT_PICTURES = ("deepseek-vl2-small", "deepseek-vl2-base")
-FAMILIES = TEXT_FAMILIES | PICTURE_FAMILIES
+FAMILIES = TEXT_FAMILIES | WINDOWED_FAMILIES | PICTURE_FAMILIES
+
+# The architecture that each names in its config.json, and those that other files test.
+TESTED: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "ernie4.5": "Ernie4_5ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4-moe": "Glm4MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granite-moe": "GraniteMoeForCausalLM",
+    "hunyuan": "HunYuanDenseV1ForCausalLM",
+    "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "hy3": "HYV3ForCausalLM",
+    "hyperclovax": "HyperCLOVAXForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "phi": "PhiForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2-moe": "Qwen2MoeForCausalLM",
+    "seed-oss": "SeedOssForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "laguna": "LagunaForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "mellum": "MellumForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "llava-1.5": "LlavaForConditionalGeneration",
+    "llava-onevision": "LlavaOnevisionForConditionalGeneration",
+    "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3-vl": "Qwen3VLForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "llava-onevision-1.5": "LLaVAOneVision1_5_ForConditionalGeneration",
+    "deepseek-vl2": "DeepseekVLV2ForCausalLM",
+    # test_sliding_windows.py
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    # test_latents.py
+    "deepseek-v2": "DeepseekV2ForCausalLM",
+    "deepseek-v3": "DeepseekV3ForCausalLM",
+    "glm4-moe-lite": "Glm4MoeLiteForCausalLM",
+    # test_hybrids.py
+    "qwen3.5": "Qwen3_5ForCausalLM",
+    "qwen3-next": "Qwen3NextForCausalLM",
+    "granite-hybrid": "GraniteMoeHybridForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "qwen3.5-pictures": "Qwen3_5ForConditionalGeneration",
+    "qwen3.5-moe-pictures": "Qwen3_5MoeForConditionalGeneration",
+}

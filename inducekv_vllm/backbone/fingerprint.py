@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -19,8 +19,10 @@ from ..bundle.metadata import first_problem
 from ..errors import UnsupportedModel
 from .checkpoints import load_config, load_tokenizer, summary
 from .latents import is_latent, key_size, value_size
-from .memory_layers import memory_layers
+from .memory_layers import memory_heads, memory_layers
 from .weights import weights_digest
+
+NORM_EPS: Final = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
 
 def backbone_fingerprint(
@@ -48,17 +50,16 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
     """
     text, name = config.get_text_config(decoder=True), config.name_or_path or config.model_type
     try:
-        heads, hidden_size, latent = text.num_attention_heads, text.hidden_size, is_latent(text)
-        layers = memory_layers(text)
+        layers, heads = memory_layers(text), None if is_latent(text) else memory_heads(text)
         return BackboneFingerprint(
             # The same wrapper around another language model is another backbone.
             architecture=f"{(config.architectures or [])[0]}/{text.model_type}",
             num_layers=len(layers),
-            num_kv_heads=1 if latent else getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=key_size(text) if latent else getattr(text, "head_dim", None) or hidden_size // heads,
-            value_dim=value_size(text) if latent else None,
-            hidden_size=hidden_size,
-            rope=_canonical(text.rope_parameters),
+            num_kv_heads=1 if heads is None else heads.num_kv_heads,
+            head_dim=key_size(text) if heads is None else heads.head_dim,
+            value_dim=value_size(text) if heads is None else None,
+            hidden_size=text.hidden_size,
+            rope=_canonical(getattr(text, "rope_parameters", None) or {}),
             norm=_canonical({"eps": _norm_eps(text)}),
             tokenizer_digest=tokenizer_digest(tokenizer),
             weights_digest=weights,
@@ -74,11 +75,6 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
         raise UnsupportedModel(f"{name}: the configuration does not fit a memory: {summary(error)}") from error
 
 
-def _norm_eps(text: PretrainedConfig) -> Any:
-    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")  # LFM2's, Nemotron-H's
-    return getattr(text, next((name for name in names if hasattr(text, name)), names[0]))
-
-
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash the vocabulary, added tokens and chat template (sha256), independent of the tokenizer's file format."""
     added = {
@@ -91,6 +87,12 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         "chat_template": tokenizer.chat_template,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _norm_eps(text: Any) -> Any:
+    """Under the first name that a language model's configuration has; None if its norms have none to set."""
+    found = (getattr(text, name, None) for name in NORM_EPS)
+    return next((eps for eps in found if eps is not None), None)
 
 
 def _canonical(value: Any) -> Any:

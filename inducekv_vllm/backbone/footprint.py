@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..errors import UnsupportedModel
-from .memory_layers import layer_kinds, layers_with_attention
+from .memory_layers import layer_kinds, memory_heads, memory_layers
 
 FLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 PAPER_BUDGETS = (64, 128, 256, 512)
@@ -111,7 +111,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UnsupportedModel(f"transformers refuses the {config['model_type']} configuration: {error}") from error
         text = complete.get_text_config(decoder=True)
-        return {**text.to_dict(), "layer_types": layer_kinds(text)}  # which some classes compute
+        found = {**text.to_dict(), "layer_types": layer_kinds(text)}  # which some classes compute
+        if text.is_heterogeneous:  # what is the same in all layers is not told apart from what is not
+            heads, layers = memory_heads(text), memory_layers(text)
+            found |= {"num_attention_heads": heads.num_heads, "num_key_value_heads": heads.num_kv_heads}
+            found |= {"head_dim": heads.head_dim, "memory_layers": len(layers)}
+        return found
     for key in TEXT_CONFIG_KEYS:
         if isinstance(config.get(key), Mapping):
             return dict(config[key])
@@ -126,16 +131,11 @@ def text_geometry(config: Mapping[str, Any]) -> TextGeometry:
             configurations rely on defaults in remote code (DeepSeek-VL2 base does); these are not guessed.
     """
     text = text_config(config)
-    for layer, own in (text.get("per_layer_config") or {}).items():  # as transformers has those of Gemma 4
-        for name in ("head_dim", "num_key_value_heads"):
-            if name in own and own[name] != text.get(name):
-                raise UnsupportedModel(
-                    f"memory needs one {name} in all layers, found {text.get(name)}, and {own[name]} in layer {layer}"
-                )
     hidden_size = size(text, "hidden_size")
     heads = size(text, "num_attention_heads")
     num_kv_heads = size(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
-    num_layers = len(layers_with_attention(layer_kinds(SimpleNamespace(**text)), size(text, "num_hidden_layers")))
+    size(text, "num_hidden_layers")
+    num_layers = text.get("memory_layers") or len(memory_layers(SimpleNamespace(**{**text, "is_heterogeneous": False})))
     if text.get("kv_lora_rank"):
         latent, V = size(text, "kv_lora_rank"), size(text, "v_head_dim")
         per_head = TextGeometry(num_layers, num_kv_heads, V, hidden_size)

@@ -1,11 +1,16 @@
 """The layers of a language model that memory fits: those with attention. A hybrid has others, which keep a state.
 
+A bundle has one size for all its layers. Where layers with a sliding window have other heads than those that see all of
+a prompt (Gemma 4, Step 3.7, Laguna), memory is in the latter alone. A layer that attends to the keys and values of an
+earlier one has no memory either.
+
 Everywhere else a layer's number is its place among these: in a bundle's tensors, in the pool, in a gate's layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import UnsupportedModel
@@ -38,17 +43,64 @@ def layer_kinds(text: Any) -> list[str] | None:
     return None if kinds is None else [_EARLIER_NAMES.get(kind, kind) for kind in kinds]
 
 
+@dataclass(frozen=True)
+class Heads:
+    """The sizes of a layer's attention."""
+
+    num_heads: int  # H
+    num_kv_heads: int  # J
+    head_dim: int  # D
+
+    def __str__(self) -> str:
+        return f"{self.num_heads} heads and {self.num_kv_heads} KV heads of {self.head_dim}"
+
+
 def memory_layers(text: Any) -> tuple[int, ...]:
-    """The numbers of the decoder layers with attention, ascending, of a language model's configuration.
+    """The numbers of the decoder layers that memory acts in, ascending, of a language model's configuration.
 
     Raises:
-        UnsupportedModel: no layer has attention, one is of an unknown kind, or there are not as many kinds as layers.
+        UnsupportedModel: no layer has attention, one is of an unknown kind, there are not as many kinds as layers, or
+            the layers that see all of a prompt have different heads.
     """
-    return layers_with_attention(layer_kinds(text), text.num_hidden_layers)
+    kinds, count = layer_kinds(text), text.num_hidden_layers
+    own = count - (getattr(text, "num_kv_shared_layers", None) or 0)
+    found = tuple(number for number in layers_with_attention(kinds, count) if number < own)
+    if not have_other_heads(text) or len({_heads(text, number) for number in found}) == 1:
+        return found
+    full = tuple(number for number in found if kinds is not None and kinds[number] == "full_attention")
+    sizes = {_heads(text, number): number for number in reversed(full)}
+    if len(sizes) != 1:
+        each = ", ".join(f"{heads} in layer {number}" for heads, number in reversed(sizes.items())) or "none"
+        raise UnsupportedModel(f"memory needs layers of full attention with the same heads, found {each}")
+    return full
+
+
+def memory_heads(text: Any) -> Heads:
+    """Of the layers of `memory_layers`, which are not latent ones. Raises UnsupportedModel as it does."""
+    return _heads(text, memory_layers(text)[0])
+
+
+def have_other_heads(text: Any) -> bool:
+    """Whether a configuration may have different heads in different layers."""
+    of_each = getattr(text, "num_attention_heads_per_layer", None)  # Laguna's
+    return bool(getattr(text, "is_heterogeneous", False) or of_each)
+
+
+def _heads(text: Any, number: int) -> Heads:
+    """Of one layer."""
+    own = text.per_layer_config[number] if getattr(text, "is_heterogeneous", False) else text
+    of_each = getattr(text, "num_attention_heads_per_layer", None)
+    heads = of_each[number] if of_each else own.num_attention_heads
+    head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    return Heads(heads, getattr(own, "num_key_value_heads", None) or heads, head_dim)
 
 
 def layers_with_attention(kinds: Sequence[str] | None, num_layers: int) -> tuple[int, ...]:
-    """See `memory_layers`; the kinds are those of `layer_kinds`."""
+    """The numbers of the layers with attention, ascending; the kinds are those of `layer_kinds`.
+
+    Raises:
+        UnsupportedModel: as `memory_layers`.
+    """
     if kinds is None:
         return tuple(range(num_layers))
     if len(kinds) != num_layers:

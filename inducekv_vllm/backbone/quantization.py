@@ -30,7 +30,7 @@ QUANTIZED_NAMES: Final = (
 )
 PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # By `quant_method` in config.json: the selector can write their weights out as the floats that they stand for.
-TAUGHT: Final = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+TAUGHT: Final = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
 
 
 def require_known_weights(config: PretrainedConfig, model: str | Path, revision: str | None = None) -> None:
@@ -77,7 +77,7 @@ def rounds_activations(settings: Mapping[str, Any]) -> bool:
         settings: the `quantization_config` of a config.json.
     """
     groups = settings.get("config_groups") or {}
-    return settings.get("quant_method") == "fp8" or any(
+    return settings.get("quant_method") in ("fp8", "modelopt") or any(
         group.get("input_activations") for group in groups.values() if isinstance(group, Mapping)
     )
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BundleError, UnsupportedModel
+from ..errors import UnsupportedModel
 from .config import SCHEDULER_CLS
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-    from ..bundle import OutputMap
 
 
 STATES_KEPT = ("none", "align")  # by vLLM's prefix cache of a hybrid
@@ -192,26 +190,6 @@ def check_gpu_runner(config: VllmConfig) -> None:
         raise UnsupportedModel(
             "vLLM's V2 model runner, its default, does not support these flags (vLLM's log names them): take them "
             "away, or ask for the V1 runner with VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-
-
-def check_maps(shape: OutputMap, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse maps of the attention output that do not fit the served model, or that a rank could not compute alone.
-
-    Raises:
-        BundleError: the width is another than that of the query heads of a KV head.
-        UnsupportedModel: the ranks of tensor parallelism share KV heads.
-    """
-    kv_heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
-    heads = model.model_arch_config.total_num_attention_heads
-    width = heads // kv_heads * model.get_head_size()
-    if shape.width != width:
-        raise BundleError(
-            f"its maps have width {shape.width}, the {heads // kv_heads} query heads of a KV head here have {width}"
-        )
-    if kv_heads < ranks:
-        raise UnsupportedModel(
-            f"maps of the attention output need a KV head's query heads on one rank, and {ranks} ranks share {kv_heads}"
         )
 
 

@@ -25,12 +25,13 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from ..attention.memory_attention import MemoryAttention, dtype_of, require_layers
 from ..attention.pool import ENTRY_TOKENS, MemoryPool, PoolShape
+from ..attention.query_order import in_served_order
 from ..attention.resident_bundle import ResidentBundle, kv_heads_of_rank
 from ..attention.resident_gate import ResidentGate
 from ..attention.slots import Slots
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.latents import value_size
-from ..backbone.memory_layers import layer_kinds, layers_with_attention
+from ..backbone.memory_layers import layer_kinds, layers_with_attention, memory_layers
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, QuestionWords, StoredFacts
@@ -46,7 +47,7 @@ from .cached_values import CachedValues
 from .decisions import Deciding, Decisions
 from .gate_log import GateLog
 from .prompts import PromptReader
-from .refusals import check_bundle, kind_of
+from .refusals import check_bundle, kind_of, served_heads
 from .requests import WorkerRequests, acting_rows
 from .resident import ResidentBundles
 
@@ -106,13 +107,14 @@ class MemoryWorker(Worker):
 
     def _allocate_memory(self) -> None:
         """Allocate the pool and the tables of slots, before vLLM measures the memory that is left for the KV cache."""
-        kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
+        heads, ranks = served_heads(self.model_config), self.parallel_config.tensor_parallel_size
+        kv_heads = max(1, heads.num_kv_heads // ranks)
         shape = PoolShape(
             entries=self.settings.memory_pool_entries,
             num_layers=len(self._memory_layers),
             num_kv_heads=kv_heads,
-            heads_per_kv_head=self.model_config.get_num_attention_heads(self.parallel_config) // kv_heads,
-            head_size=self.model_config.get_head_size(),
+            heads_per_kv_head=heads.num_heads // ranks // kv_heads,
+            head_size=heads.head_dim,
             value_size=self._value_size,
         )
         dtype = dtype_of(self.model_config)
@@ -143,7 +145,8 @@ class MemoryWorker(Worker):
             for name, layer in get_layers_from_vllm_config(self.vllm_config, kind).items()
             if self._is_of_target(name)
         }
-        require_layers(layers, self._memory_layers)
+        require_layers(layers, self._attention_layers)
+        layers = {name: layer for name, layer in layers.items() if extract_layer_index(name) in self._memory_layers}
         groups = itertools.chain.from_iterable(self.model_runner.attn_groups)
         builders = [builder for group in groups for builder in group.metadata_builders]
         self.attention.attach(kv_cache_config, layers, builders)
@@ -183,23 +186,28 @@ class MemoryWorker(Worker):
     @property
     def _num_kv_heads(self) -> int:
         """Of all ranks; latents are one head, which each of them has."""
-        return 1 if self.model_config.use_mla else self.model_config.get_total_num_kv_heads()
+        return served_heads(self.model_config).num_kv_heads
 
     @property
     def _value_size(self) -> int:
         """V"""
         if self.model_config.use_mla:
             return value_size(self.model_config.hf_text_config)
-        return self.model_config.get_head_size()
+        return served_heads(self.model_config).head_dim
 
     @cached_property
-    def _memory_layers(self) -> tuple[int, ...]:
+    def _attention_layers(self) -> tuple[int, ...]:
         """The numbers of the served model's layers with attention."""
         kinds, num_layers = (
             layer_kinds(self.model_config.hf_text_config),
             self.model_config.get_num_layers(self.parallel_config),
         )
         return layers_with_attention(kinds, num_layers)
+
+    @cached_property
+    def _memory_layers(self) -> tuple[int, ...]:
+        """The numbers of those that memory acts in."""
+        return memory_layers(self.model_config.hf_text_config)
 
     def _is_of_target(self, layer: str) -> bool:
         """Whether it is the served model's, not that of a model that makes drafts for it."""
@@ -277,6 +285,7 @@ class MemoryWorker(Worker):
                 words = QuestionWords(scores, self._fact_reader)
             size = bundle.metadata.backbone.value_size
             gate = ResidentGate.load(bundle.gate, heads, size, self._is_first_of_heads(), self._device)
+        bundle = in_served_order(bundle, self.model_runner.get_model())
         return replace(self.pool.store(bundle, heads, gate), words=words, facts=facts, picture_marks=marks)
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:

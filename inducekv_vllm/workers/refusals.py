@@ -6,14 +6,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..attention.memory_attention import MemoryAttention, dtype_of
-from ..bundle import Bundle, check_magnitudes
+from ..backbone.memory_layers import Heads, have_other_heads, memory_heads
+from ..bundle import Bundle, OutputMap, check_magnitudes
 from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
 from ..facts.pictures import LAYER
-from ..vllm_seams.requirements import check_maps
 from .cached_values import CachedValues
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 
 def check_bundle(
@@ -43,6 +43,36 @@ def check_bundle(
         raise UnsupportedModel(f"facts with pictures need the values of layer {LAYER}: {reason}")
     if bundle.metadata.facts and config.speculative_config is not None:
         raise UnsupportedModel("facts cannot be served with speculative decoding: vLLM takes no logits processor")
+
+
+def served_heads(model: ModelConfig) -> Heads:
+    """The heads of all ranks in the layers that memory acts in, as vLLM counts them; latents are one head."""
+    if model.use_mla:
+        return Heads(model.model_arch_config.total_num_attention_heads, 1, model.get_head_size())
+    if have_other_heads(model.hf_text_config):
+        return memory_heads(model.hf_text_config)
+    heads = model.model_arch_config.total_num_attention_heads
+    return Heads(heads, model.get_total_num_kv_heads(), model.get_head_size())
+
+
+def check_maps(shape: OutputMap, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse maps of the attention output that do not fit the served model, or that a rank could not compute alone.
+
+    Raises:
+        BundleError: the width is another than that of the query heads of a KV head.
+        UnsupportedModel: the ranks of tensor parallelism share KV heads.
+    """
+    sizes, ranks = served_heads(model), parallel.tensor_parallel_size
+    heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
+    width = heads // kv_heads * sizes.head_dim
+    if shape.width != width:
+        raise BundleError(
+            f"its maps have width {shape.width}, the {heads // kv_heads} query heads of a KV head here have {width}"
+        )
+    if kv_heads < ranks:
+        raise UnsupportedModel(
+            f"maps of the attention output need a KV head's query heads on one rank, and {ranks} ranks share {kv_heads}"
+        )
 
 
 def check_most_entries(bundle: Bundle, most: int) -> None:

@@ -24,6 +24,8 @@ from inducekv_vllm.errors import UnsupportedModel
 
 Parts = Mapping[str, Tensor]  # of a linear layer, by the last part of their names
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers of an int32 belong
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
+MODELOPT: Final = ("FP8", "NVFP4", "MIXED_PRECISION")  # which of the two a layer has, its parts say
 WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -82,12 +84,15 @@ def _reader(model: str | Path, settings: Mapping[str, Any]) -> Callable[[Parts],
             lambda parts: _of_gptq(parts, bits),
         ),
         "fp8": (True, lambda parts: _of_fp8(parts, settings.get("weight_block_size"))),
+        "compressed-tensors": (is_nvfp4(settings), _of_nvfp4),
+        "modelopt": (str(settings.get("quant_algo", "")).upper() in MODELOPT, _of_modelopt),
     }
     is_known, read = known[method]
     if not is_known:
         raise UnsupportedModel(
             f"{model}: its weights are quantised by {method} with settings that are not known: expected AWQ of 4 bits "
-            f"in the version gemm, or symmetric GPTQ of 4 or 8 bits for all layers; found {dict(settings)}"
+            "in the version gemm, symmetric GPTQ of 4 or 8 bits for all layers, or ModelOpt's "
+            f"{', '.join(MODELOPT)}; found {dict(settings)}"
         )
     return read
 
@@ -136,3 +141,31 @@ def _of_fp8(parts: Parts, block: tuple[int, int] | None) -> Tensor:
         return weight * scale[: weight.shape[0], : weight.shape[1]]
     scale = parts["weight_scale"].float()
     return weight * (scale if scale.numel() == 1 else scale.reshape(-1, 1))
+
+
+def is_nvfp4(settings: Mapping[str, Any]) -> bool:
+    """Whether all that is quantised is in NVFP4. compressed-tensors' own decompression of it rounds to 16 bits."""
+    groups = [group for group in (settings.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    forms = {group.get("format") or settings.get("format") for group in groups}
+    return forms == {"nvfp4-pack-quantized"}
+
+
+def _of_nvfp4(parts: Parts) -> Tensor:
+    """weight_packed [N, K / 2], weight_scale [N, G], and a scale of both that they were multiplied with."""
+    return _of_e2m1(parts["weight_packed"], parts["weight_scale"].float() / parts["weight_global_scale"].float())
+
+
+def _of_modelopt(parts: Parts) -> Tensor:
+    """FP8 with a scale for all or for each row, or NVFP4: weight [N, K / 2], weight_scale [N, G], weight_scale_2."""
+    if "weight_scale_2" in parts:
+        return _of_e2m1(parts["weight"], parts["weight_scale"].float() * parts["weight_scale_2"].float())
+    return _of_fp8(parts, None)
+
+
+def _of_e2m1(packed: Tensor, scales: Tensor) -> Tensor:
+    """Numbers of 4 bits, two in each byte of [N, K / 2], the first in the lower bits, times their scales [N, G]."""
+    if packed.dtype != torch.uint8:
+        raise RuntimeError(f"expected bytes of two numbers each, found {packed.dtype}")
+    bits = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)  # [N, K]
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])[bits.long()]
+    return numbers * scales.repeat_interleave(numbers.shape[1] // scales.shape[1], 1)

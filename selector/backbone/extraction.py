@@ -20,6 +20,7 @@ from inducekv_vllm.errors import ConfigError
 
 from ..data.examples import Example
 from ..runtime.progress import track
+from .loading import value_projection
 from .model import Backbone, Inputs, pool_retrieval_keys
 from .payload_store import PayloadStore
 
@@ -198,7 +199,8 @@ def _pooled_projections(
                 continue
             norm = getattr(module, "k_norm", None) or getattr(module, "k_layernorm", None)
             handles.append(module.k_proj.register_forward_hook(keep(payload_keys[layer], norm)))
-            handles.append(module.v_proj.register_forward_hook(keep(payload_values[layer], None)))
+            of_values = keep(payload_values[layer], getattr(module, "v_norm", None))
+            handles.append(value_projection(module).register_forward_hook(of_values))
         yield
     finally:
         for handle in handles:
@@ -207,6 +209,7 @@ def _pooled_projections(
 
 def _normed(norm: Any, projected: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """Projected keys [n, T, J D] after `k_norm`, which is over one head or over all heads of a token: `shape`."""
-    over_a_head = norm.weight.shape[-1] == shape[-1]
+    weight = getattr(norm, "weight", None)  # Gemma 4's norm of values has none
+    over_a_head = weight is None or weight.shape[-1] == shape[-1]
     keys: Tensor = norm(projected.reshape(shape) if over_a_head else projected)
     return keys.reshape(shape)

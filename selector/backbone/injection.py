@@ -191,11 +191,10 @@ def attention_with(
         scaling: float,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        active = _injected.get()
-        if active is None:
+        active, layer = _injected.get(), getattr(module, "memory_layer", None)
+        if active is None or layer is None:
             return own_attention(module, query, key, value, attention_mask, scaling, **kwargs), None
         memory, terms = active
-        layer: Any = module.memory_layer
         assert terms.key_scale.shape == (query.shape[0], memory.retrieval_keys.shape[0])
         refused = ("position_bias",)  # decoupled memory does not see the mask, which has the window
         for name in refused if memory.form == "decoupled" else (*refused, "softcap", "s_aux", "sliding_window"):

@@ -14,18 +14,19 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from inducekv_vllm.backbone.checkpoints import Kind, load_config, load_tokenizer, summary
 from inducekv_vllm.backbone.fingerprint import fingerprint_of
 from inducekv_vllm.backbone.latents import is_latent
-from inducekv_vllm.backbone.memory_layers import layer_kinds, memory_layers
+from inducekv_vllm.backbone.memory_layers import layer_kinds, layers_with_attention, memory_heads, memory_layers
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.backbone.quantization import require_known_weights, require_plain_names, taught_method
 from inducekv_vllm.backbone.weights import weights_digest
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.models import ARCHITECTURES, IMAGE_TOKENS, register_model
 
-from .dequantized import dequantized
+from .dequantized import dequantized, is_nvfp4
 from .fused import take_apart
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
+CHUNKED: Final = "chunked_attention"  # each token sees those of its chunk of the prompt: Llama 4
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
 
 
@@ -61,8 +62,7 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
             f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"
         )
     _require_no_further_layers(loading["unexpected_keys"], model)
-    _take_apart(network)
-    require_trainable_attention(network, str(model))
+    fit_memory(network, str(model))
     return network.eval().requires_grad_(False), processor
 
 
@@ -89,7 +89,7 @@ def _load_network(config: Any, kind: Kind, model: str | Path, dtype: torch.dtype
     if method is None:
         return _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, **options)
     settings = dict(plain.quantization_config)
-    if method in ("compressed-tensors", "mxfp4"):
+    if method in ("compressed-tensors", "mxfp4") and not is_nvfp4(settings):
         plain.quantization_config = {**settings, "dequantize": True}
         network, loading = _MODELS[kind].from_pretrained(str(model), trust_remote_code=False, config=plain, **options)
         return network.to(dtype), loading  # MXFP4 comes in bfloat16
@@ -109,22 +109,37 @@ def tokenizer_of(processor: Any) -> Any:
 def decoder(network: Any) -> Any:
     """The module that holds the language model's layers and its final norm."""
     inner = getattr(network, "model", network)
-    return getattr(inner, "language_model", None) or inner
+    return getattr(inner, "language_model", None) or getattr(inner, "text_model", None) or inner
 
 
 def kinds_of_attention(network: Any) -> list[str]:
     """Of each of the L layers of the language model with attention, as transformers names them."""
+    kinds = _kinds(network)
+    return [kinds[number] for number in memory_layers(network.config.get_text_config(decoder=True))]
+
+
+def _kinds(network: Any) -> list[str]:
+    """Of every layer."""
     text = network.config.get_text_config(decoder=True)
     # Mistral's layers are not told apart by name.
     usual = FULL if getattr(text, "sliding_window", None) is None else SLIDING
-    kinds = layer_kinds(text) or [usual] * text.num_hidden_layers
-    return [kinds[number] for number in memory_layers(text)]
+    return layer_kinds(text) or [usual] * text.num_hidden_layers
 
 
 def has_states(network: Any) -> bool:
     """Whether the language model has other layers, too: it is a hybrid."""
+    return len(_with_attention(network)) < int(network.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def has_windows(network: Any) -> bool:
+    """Whether some of the language model's layers, with memory or without, do not see all of a prompt."""
+    kinds = _kinds(network)
+    return any(kinds[number] != FULL for number in _with_attention(network))
+
+
+def _with_attention(network: Any) -> tuple[int, ...]:
     text = network.config.get_text_config(decoder=True)
-    return len(memory_layers(text)) < int(text.num_hidden_layers)
+    return layers_with_attention(layer_kinds(text), text.num_hidden_layers)
 
 
 def attention_layers(network: Any) -> list[Any]:
@@ -134,10 +149,32 @@ def attention_layers(network: Any) -> list[Any]:
     return [None if layers is None else _attention_of(layers[number]) for number in numbers]
 
 
+def value_projection(attention: Any) -> Any:
+    """What a layer's values come from: in Gemma 4's global layers, of some sizes, that of its keys; None: nothing."""
+    if getattr(attention, "use_alternative_attention", False):
+        return attention.k_proj
+    return getattr(attention, "v_proj", None)
+
+
 def _attention_of(layer: Any) -> Any:
     parts = (getattr(layer, name, None) for name in ("self_attn", "mixer"))  # a mixer may be of any kind
     projections = ("q_proj", "qkv_proj", "kv_b_proj")
     return next((part for part in parts if any(hasattr(part, name) for name in projections)), None)
+
+
+def fit_memory(network: Any, name: str) -> None:
+    """Give every layer the projections that entries are read from, in place; see `require_trainable_attention`."""
+    text, found = network.config.get_text_config(decoder=True), decoder(network)
+    if not getattr(found, "_can_set_attn_implementation", bool)():
+        raise UnsupportedModel(f"{name}: transformers has the attention of {text.model_type} in a form of its own")
+    if not hasattr(found, "layers"):
+        raise UnsupportedModel(f"{name}: memory needs decoder layers called layers, found {type(found).__name__}")
+    if len(found.layers) != text.num_hidden_layers:
+        raise UnsupportedModel(
+            f"{name}: by its configuration it has {text.num_hidden_layers} decoder layers, found {len(found.layers)}"
+        )
+    _take_apart(network)
+    require_trainable_attention(network, name)
 
 
 def require_trainable_attention(network: Any, name: str) -> None:
@@ -147,7 +184,7 @@ def require_trainable_attention(network: Any, name: str) -> None:
         UnsupportedModel: names what its attention has.
     """
     text, kinds = network.config.get_text_config(decoder=True), set(kinds_of_attention(network))
-    if others := sorted(kinds - {FULL, SLIDING}):
+    if others := sorted(kinds - {FULL, SLIDING, CHUNKED}):
         raise UnsupportedModel(f"{name}: memory is not trained in layers with {', '.join(others)}")
     if FULL not in kinds:
         raise UnsupportedModel(
@@ -157,14 +194,16 @@ def require_trainable_attention(network: Any, name: str) -> None:
     for attention in attention_layers(network):
         if is_latent(text):
             _require_latents(attention, name)
-        elif getattr(attention, "k_proj", None) is None or getattr(attention, "v_proj", None) is None:
+        elif getattr(attention, "k_proj", None) is None or value_projection(attention) is None:
             raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")
-    numbers = memory_layers(text)
+    numbers = _with_attention(network)
     for number, layer in enumerate(decoder(network).layers):
         if number not in numbers and _attention_of(layer) is not None:
             raise UnsupportedModel(
                 f"{name}: by layer_types layer {number} has no attention, found {type(layer).__name__} with it"
             )
+    if not is_latent(text):
+        _require_one_size(network, name)
 
 
 def _require_latents(attention: Any, name: str) -> None:
@@ -177,12 +216,31 @@ def _require_latents(attention: Any, name: str) -> None:
         raise UnsupportedModel(f"{name}: sparse latent attention (DSA): memory beside its selection was never tried")
 
 
+def _require_one_size(network: Any, name: str) -> None:
+    """Check that every layer has the heads that the configuration names: a bundle has one size for all of them."""
+    text = network.config.get_text_config(decoder=True)
+    heads = memory_heads(text)
+    width, groups = heads.num_kv_heads * heads.head_dim, heads.num_heads // heads.num_kv_heads
+    for number, attention in zip(memory_layers(text), attention_layers(network), strict=True):
+        widths = [projection.weight.shape[0] for projection in (attention.k_proj, value_projection(attention))]
+        if widths != [width, width]:
+            raise UnsupportedModel(
+                f"{name}: memory needs keys and values of one size in all layers, by the configuration of {width} "
+                f"numbers a token, found {widths[0]} and {widths[1]} in layer {number}"
+            )
+        if (found := getattr(attention, "num_key_value_groups", groups)) != groups:
+            raise UnsupportedModel(
+                f"{name}: memory needs {groups} query heads for each KV head in all layers, as its configuration has "
+                f"them, found {found} in layer {number}"
+            )
+
+
 def _take_apart(network: Any) -> None:
     """See `take_apart`: of every layer of the language model."""
     text = network.config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads, size = getattr(text, "num_key_value_heads", None), getattr(text, "head_dim", None)
-    take_apart(attention_layers(network), heads, kv_heads or heads, size or text.hidden_size // heads)
+    if not is_latent(text):
+        heads = memory_heads(text)
+        take_apart(attention_layers(network), heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
 
 def _require_no_further_layers(unexpected: Iterable[str], model: str | Path) -> None:

@@ -20,13 +20,22 @@ from inducekv_vllm.backbone.chat import chat_text, picture_mark, takes_parts
 from inducekv_vllm.backbone.checkpoints import Kind, kind_of
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.backbone.latents import is_latent, key_size, value_size
+from inducekv_vllm.backbone.memory_layers import Heads, memory_heads
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 
 from ..data.examples import Example
 from .injection import ATTENTION_NAME
-from .loading import FULL, attention_layers, has_states, kinds_of_attention, load_checkpoint, tokenizer_of
+from .loading import (
+    FULL,
+    attention_layers,
+    has_states,
+    has_windows,
+    kinds_of_attention,
+    load_checkpoint,
+    tokenizer_of,
+)
 
 # A processor's outputs with one value per token; all others belong to images.
 TOKEN_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -66,8 +75,8 @@ class Backbone:
         text = network.config.get_text_config(decoder=True)
         # Only the language model; the vision tower keeps its own attention.
         text._attn_implementation = ATTENTION_NAME
-        heads, latent = text.num_attention_heads, is_latent(text)
-        head_dim = key_size(text) if latent else getattr(text, "head_dim", None) or text.hidden_size // heads
+        latent = is_latent(text)
+        heads = Heads(text.num_attention_heads, 1, key_size(text)) if latent else memory_heads(text)
         attentions = attention_layers(network)
         for number, attention in enumerate(attentions):
             attention.memory_layer = number  # read in `injection.attention`
@@ -75,10 +84,10 @@ class Backbone:
             model=network,
             processor=processor,
             num_layers=len(attentions),
-            num_heads=heads,
-            num_kv_heads=1 if latent else getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=head_dim,
-            value_dim=value_size(text) if latent else head_dim,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            value_dim=value_size(text) if latent else heads.head_dim,
             hidden_size=text.hidden_size,
         )
 
@@ -137,7 +146,8 @@ class Backbone:
 
     @property
     def has_windows(self) -> bool:
-        return len(self.full_layers) < self.num_layers
+        """Whether some layers, with memory or without, do not see all of a prompt."""
+        return has_windows(self.model)
 
     def require_full_attention(self) -> None:
         """For merged memory, which shares the softmax of self-attention.
@@ -149,7 +159,8 @@ class Backbone:
         if self.is_latent:
             found = "multi-head latent attention (MLA)"
         elif self.has_windows:
-            found = f"a sliding window in {self.num_layers - len(self.full_layers)} of {self.num_layers}"
+            layers = text.num_hidden_layers
+            found = f"a sliding window in {layers - len(self.full_layers)} of {layers}"
         elif self.has_states:
             found = f"it in {self.num_layers} of {text.num_hidden_layers}"
         elif getattr(text, "attn_logit_softcapping", None) is not None:

@@ -24,6 +24,7 @@ from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
 from .facts import fact_reader
+from .loading import value_projection
 from .model import Backbone, Inputs, attention_named
 
 WORTH_IT: Final = 8  # tokens
@@ -227,13 +228,12 @@ def _values_of(backbone: Backbone, layers: Sequence[int], run: Callable[[], obje
     kept: list[Tensor] = []
 
     def keep(module: torch.nn.Module, arguments: Any, output: Tensor) -> None:
-        kept.append(output)
+        kept.append(output.flatten(2))
         if len(kept) == len(layers):
             raise _Enough
 
     modules: list[Any] = backbone.attention_layers()
-    projection = "kv_a_layernorm" if backbone.is_latent else "v_proj"
-    handles = [getattr(modules[layer], projection).register_forward_hook(keep) for layer in layers]
+    handles = [_gives_values(modules[layer]).register_forward_hook(keep) for layer in layers]
     try:
         run()
     except _Enough:
@@ -242,6 +242,12 @@ def _values_of(backbone: Backbone, layers: Sequence[int], run: Callable[[], obje
         for handle in handles:
             handle.remove()
     return torch.stack(kept, dim=2)
+
+
+def _gives_values(attention: Any) -> Any:
+    """The part of a layer's attention whose output is what the KV cache keeps as a token's values."""
+    parts = (getattr(attention, name, None) for name in ("kv_a_layernorm", "v_norm"))  # of latents, of Gemma 4
+    return next((part for part in parts if part is not None), None) or value_projection(attention)
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

@@ -195,14 +195,14 @@ def gated_bundle(
     Decoupled, uniform and with maps, one task's on the prompt and the other's on the generation, unless `changes` name
     another form.
 
-    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. It looks at the first layer and
-    at `last_layer`, None for the model's. Its prototypes are tokens of these prompts; its weights are the least-norm
-    ones with margin 0.5 for a question's task and -0.5 for the others.
+    The gate chooses the task tasks[i] for questions[i], and is closed if that is None. It looks at the first layer
+    without a window and at `last_layer`, None for the last such. Its prototypes are tokens of these prompts; its
+    weights are the least-norm ones with margin 0.5 for a question's task and -0.5 for the others.
     """
     backbone, ungated, names = world.backbone, world.merged["prior"], ("a", "b")
     if "form" not in changes:
         changes = _default_form(world) | changes
-    layers = (0, backbone.num_layers - 1 if last_layer is None else last_layer)
+    layers = (backbone.full_layers[0], backbone.full_layers[-1] if last_layer is None else last_layer)
     marks = turn_marks(backbone.processor)
     encoded = [backbone.encode(p.chat_messages, p.images) for p in questions]
     values = token_values(backbone, encoded, layers, marks)  # N times [t, S, F]
@@ -350,6 +350,7 @@ class MemoryEngine:
     def __init__(self, world: World, llm: LLM) -> None:
         self.world, self.offline = world, MemoryLLM(llm)
         self.bundles = dict(world.bundles)
+        self.furthest = {"without memory": 0.0, "with memory": 0.0}  # from the reference, of all that was checked
         # On a GPU attention in float32 gives no log-sum-exp, which merged memory needs.
         decoupled_alone = torch.cuda.is_available() and llm.llm_engine.vllm_config.model_config.dtype == torch.float32
         self.memories = {
@@ -381,6 +382,8 @@ class MemoryEngine:
             for completion in answer.output.outputs:
                 assert len(completion.token_ids) >= NEW_TOKENS
                 difference = deviation(self.world, prompt, completion, bundle, top_k=top_k, remainder=remainder)
+                kind = "without memory" if bundle is None else "with memory"
+                self.furthest[kind] = max(self.furthest[kind], difference)
                 assert difference <= TOLERANCE, (name, difference)
             if answer.decision is not None:
                 self.check_decision(prompt, answer.decision, self.bundles[str(name)], top_k)

@@ -6,6 +6,7 @@ with `make test-families`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.engine.parity import (
     served_logprobs,
     text_prompts,
 )
-from tests.tiny_families import FAMILIES, TEXT_FAMILIES, THROUGH_TRANSFORMERS, small_timm
+from tests.tiny_families import FAMILIES, PICTURE_FAMILIES, TESTED, THROUGH_TRANSFORMERS, WINDOWED_FAMILIES, small_timm
 
 WIDE = (48, 96)  # pixels: more than one tile or patch where a family cuts pictures up
 IN_EVERY_RUN = ("qwen3-moe",)  # test_parity.py has two multimodal families, test_facts.py a Llama
@@ -42,15 +43,18 @@ def small_towers() -> Iterator[None]:
 
 @pytest.mark.parametrize("family", [marked(family) for family in FAMILIES])
 def test_parity(family: str, tmp_path: Path) -> None:
-    make_prompts: Callable[[int, int], list[Prompt]] = partial(prompts, size=WIDE)
-    if family in TEXT_FAMILIES:
-        make_prompts = text_prompts
-    world = make_world(FAMILIES[family](tmp_path / "model"), tmp_path, make_prompts=make_prompts, with_merged=True)
+    make_prompts: Callable[[int, int], list[Prompt]] = text_prompts
+    if family in PICTURE_FAMILIES:
+        make_prompts = partial(prompts, size=WIDE)
+    merged = () if family in WINDOWED_FAMILIES else ("sqrt", "prior")
+    model = FAMILIES[family](tmp_path / "model")
+    assert json.loads((model / "config.json").read_text()).get("architectures", [None])[0] in (TESTED[family], None)
+    world = make_world(model, tmp_path, make_prompts=make_prompts, with_merged=bool(merged))
     options = {"enforce_eager": True, "max_num_batched_tokens": 64, "block_size": 32}
     environment = {} if family in THROUGH_TRANSFORMERS else FEWER_PROCESSES
     with engine(world.model, environment=environment, **options) as llm:
         served = MemoryEngine(world, llm)
-        questions, names = make_prompts(4, 1), (None, "sqrt", "prior", "first", "second", "other")
+        questions, names = make_prompts(4, 1), (None, *merged, "first", "second", "other")
         # All in one batch: each question with every memory.
         answers = served.check(questions * len(names), [name for name in names for _ in questions])
         for number, prompt in enumerate(questions):
@@ -67,3 +71,4 @@ def test_parity(family: str, tmp_path: Path) -> None:
         with served.gated(questions, tasks):
             answers = served.check(questions, ["gated"] * len(questions))
         assert [answer.decision and answer.decision.task for answer in answers] == tasks
+        print(f"{family}: furthest from transformers {served.furthest}")

@@ -14,9 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BloomConfig,
+    CohereConfig,
     DeepseekV2Config,
     Gemma2Config,
     GptOssConfig,
+    LagunaConfig,
+    MiMoV2FlashConfig,
     MistralConfig,
     Qwen3Config,
     T5Config,
@@ -184,7 +188,7 @@ def test_weights_that_are_no_error(copy: Path, name: str, tensor: torch.Tensor) 
 
 def test_whether_activations_are_rounded() -> None:
     rounded = {name for name, (_, settings) in METHODS.items() if rounds_activations(settings)}
-    assert rounded == {"int-quantized", "fp8", "fp8-blocks"}
+    assert rounded == {"int-quantized", "fp8", "fp8-blocks", "modelopt-fp8", "modelopt-nvfp4"}
 
 
 TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
@@ -193,6 +197,8 @@ EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
 INDEXED = {"layer_types": ["indexed_attention", "full_attention"]}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+FOUR_HEADS = {**FULL, "sliding_window": 16, "num_attention_heads_per_layer": [2, 4], "mlp_layer_types": ["dense"] * 2}
+NARROW_VALUES = {**FULL, "sliding_window": 16, "v_head_dim": 16, "mlp_layer_types": ["dense"] * 2}
 LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -201,6 +207,9 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_t
     [
         (MistralConfig, {"sliding_window": 16}, "every layer has a sliding window, of 16 tokens"),
         (Qwen3Config, INDEXED, "not trained in layers with indexed_attention"),
+        (BloomConfig, {}, "transformers has the attention of bloom in a form of its own"),
+        (LagunaConfig, FOUR_HEADS, "same heads, found 2 heads and 2 KV heads of 32 in layer 0, 4 heads and 2"),
+        (MiMoV2FlashConfig, NARROW_VALUES, "by the configuration of 64 numbers a token, found 64 and 32 in layer 0"),
     ],
 )
 def test_attention_that_memory_is_not_trained_with(
@@ -227,6 +236,11 @@ def test_attention_that_merged_memory_is_not_trained_with(
     backbone = Backbone.load(folder)
     with pytest.raises(UnsupportedModel, match=f"needs full attention in every layer, found {found}: make decoupled"):
         backbone.require_full_attention()
+
+
+def test_norms_that_name_their_epsilon_otherwise(tmp_path: Path) -> None:
+    folder = save_tiny_text_model(tmp_path, lambda **numbers: CohereConfig(**TEXT, layer_norm_eps=3e-5, **numbers))
+    assert Backbone.load(folder).fingerprint.norm == {"eps": 3e-5}
 
 
 @pytest.mark.parametrize("missing", ["k_proj", "v_proj"])

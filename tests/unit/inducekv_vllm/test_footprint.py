@@ -78,12 +78,15 @@ def test_sizes_are_not_guessed(value: Any) -> None:
 
 
 def test_layers_of_different_sizes() -> None:
-    """Gemma 4's file has the size of its global heads under another name."""
+    """Memory is in the global layers alone. Gemma 4's file has the size of their heads under another name."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 2}
     config = {"model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"], **sizes}
-    with pytest.raises(UnsupportedModel, match="one head_dim in all layers, found 16, and 512 in layer 1"):
-        text_geometry(config)
-    assert text_geometry({**config, "global_head_dim": 16}).head_dim == 16
+    assert text_geometry(config) == TextGeometry(num_layers=1, num_kv_heads=2, head_dim=512, hidden_size=64)
+    same = text_geometry({**config, "global_head_dim": 16})
+    assert same == TextGeometry(num_layers=2, num_kv_heads=2, head_dim=16, hidden_size=64)
+    global_heads = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    assert text_geometry({**config, **global_heads}).num_kv_heads == 1
 
 
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:

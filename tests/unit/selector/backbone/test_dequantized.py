@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
@@ -28,6 +30,25 @@ def test_the_floats(method: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded[name], expected.float(), rtol=0, atol=0)
     assert backbone.fingerprint == backbone_fingerprint(tmp_path)
     assert [each.split(":")[0] for each in backbone.fingerprint.differences(plain)] == ["weights_digest"]
+
+
+def test_nvfp4_beside_the_decompression_of_compressed_tensors() -> None:
+    """Which rounds scales and products to bfloat16."""
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    parts, floats = METHODS["nvfp4-pack-quantized"][0](weight)
+    settings = METHODS["nvfp4-pack-quantized"][1]["config_groups"]["group_0"]
+    theirs = NVFP4PackedCompressor.decompress(dict(parts), QuantizationScheme(**settings))["weight"]
+    torch.testing.assert_close(floats, theirs.float(), rtol=2**-7, atol=0)
+    assert (floats - weight).abs().max() < weight.abs().max() / 6
+
+
+def test_settings_of_modelopt_that_are_not_known(tmp_path: Path) -> None:
+    FAMILIES["llama"](tmp_path)
+    save_quantized(tmp_path, "modelopt-fp8")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"FP8"', '"MXFP8"'))
+    with pytest.raises(UnsupportedModel, match=r"or ModelOpt's FP8, NVFP4, MIXED_PRECISION; found .*'MXFP8'"):
+        Backbone.load(tmp_path)
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -89,7 +110,7 @@ def test_experts_and_pictures(tmp_path: Path) -> None:
         (
             "gptq",
             {"quant_method": "aqlm"},
-            r"its weights are quantised \(aqlm\): expected plain weights, or .* gptq or mxfp4",
+            r"its weights are quantised \(aqlm\): expected plain weights, or .* modelopt or mxfp4",
         ),
     ],
 )
