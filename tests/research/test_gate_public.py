@@ -110,6 +110,7 @@ def test_the_whole_of_it(data: Path, tmp_path: Path, capsys: Any) -> None:
         assert 0 <= measured["routed"] <= measured["right_task"] <= 1
         assert measured["opened"].keys() == set(KINDS) - {"sibling intents"}
     assert public.means([cell], "gate")["bytes"] > 0
+    assert 0 <= public.means([cell], "gate")["routed_wrapped"] <= 1
     capsys.readouterr()
     assert public.main(command) == 0  # everything is known
     assert not capsys.readouterr().out

@@ -6,7 +6,7 @@
 DIR has a folder of JSON lines for each set: clinc150, banking77, hwu64, snips and xsid with `text`, `intent` (null: out
 of scope), `domain` or `lang`; everyday with `text`, nq_open with `question`. Nothing of it is stored in the results. A
 bundle has one task to eight, a task is some intents with some examples. Of its own test requests, `routed` are sent to
-their task; of all others, the shares that open the gate are given by kind: once as it is fitted, and once with the
+their task, and `routed_wrapped` with a phrase around them that no fit has; of all others, the shares that open the gate are given by kind: once as it is fitted, and once with the
 threshold that lets 95% of its own through. `auroc` is that of the largest margin, own requests against those out of
 scope.
 
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +33,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.real.model import cache_folder
 from benchmarks.research.gate.public_rivals import MeanStates, rival_scores
 from benchmarks.research.gate.public_sets import OUT_OF_SCOPE, SETS, PublicBundle, PublicData
+from benchmarks.research.gate.wordings import read_lists
 from inducekv_vllm.backbone.turns import message
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.bundle.source import source_digest_of
@@ -126,7 +128,8 @@ def _of_gate(
     known = {"background": background, "near_misses": near_misses}
     fitted = fit_gate(backbone, own, [], **known, misses=misses, seed=seed, kind="classifiers")
     gate, seconds = fitted.gate, time.perf_counter() - began
-    evidence = evidence_of(backbone, gate, [example(text, "asked") for text in asked]).numpy()  # [n, H]
+    around = wrapped([text for task in bundle.tasks for text in task.test], seed)
+    evidence = evidence_of(backbone, gate, [example(text, "asked") for text in (*asked, *around)]).numpy()  # [n + o, H]
     rule, words, began = gate.rule, gate.word_scores, time.perf_counter()
     margins = np.stack([rule.decide(each).margins for each in evidence])  # [n, C]
     if words is not None:
@@ -134,7 +137,20 @@ def _of_gate(
             words.evidence(text)
     each = 1000 * (time.perf_counter() - began) / len(asked)
     took = {"fit_seconds": round(seconds, 1), "decision_ms": round(each, 3), "bytes": bytes_of(gate)}
-    return {**shares(bundle, margins), **took, "warnings": list(fitted.warnings)}
+    found = shares(bundle, margins[: len(asked)]) | {"routed_wrapped": routed(bundle, margins[len(asked) :])}
+    return {**found, **took, "warnings": list(fitted.warnings)}
+
+
+def wrapped(texts: Sequence[str], seed: int) -> list[str]:
+    """With phrases around them that no fit has."""
+    rng = Random(f"wrapped {seed}")
+    return [rng.choice(read_lists().wrappers).replace("{question}", text) for text in texts]
+
+
+def routed(bundle: PublicBundle, own: Margins) -> float:
+    """The share of the tasks' test requests [o, C] that are sent to their task."""
+    labels = np.array([at for at, task in enumerate(bundle.tasks) for _ in task.test])
+    return float(((own.argmax(axis=1) == labels) & (own.max(axis=1) >= 0)).mean())
 
 
 def shares(bundle: PublicBundle, margins: Margins) -> dict[str, Any]:
@@ -152,7 +168,7 @@ def shares(bundle: PublicBundle, margins: Margins) -> dict[str, Any]:
     # As many of its own are let through as RECALL says, whichever task they are sent to.
     least = float(np.quantile(largest[: len(labels)], 1 - RECALL, method="lower"))
     return {
-        "routed": float(((own.argmax(axis=1) == labels) & (own.max(axis=1) >= 0)).mean()),
+        "routed": routed(bundle, own),
         "right_task": float((own.argmax(axis=1) == labels).mean()),
         "opened": {kind: float((of_kind >= 0).mean()) for kind, of_kind in kinds.items()},
         "opened_at_95": {kind: float((of_kind >= least).mean()) for kind, of_kind in kinds.items()},
@@ -206,7 +222,7 @@ def means(cells: Sequence[Mapping[str, Any]], method: str) -> dict[str, float]:
     rows = [cell["methods"][method] for cell in cells if method in cell["methods"]]
     numbers: dict[str, list[float]] = {}
     for row in rows:
-        for name in ("routed", "auroc", "fit_seconds", "decision_ms", "bytes"):
+        for name in ("routed", "routed_wrapped", "auroc", "fit_seconds", "decision_ms", "bytes"):
             if name in row:
                 numbers.setdefault(name, []).append(row[name])
         for name in ("opened", "opened_at_95"):

@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks.research.gate.public import GATE, RESULTS, means
 from benchmarks.research.gate.public_sets import KINDS, SETS
 
-HEAD: Final = ("routed", *KINDS, "AUROC")
+HEAD: Final = ("routed", "with a phrase", *KINDS, "AUROC")
 Cells = Sequence[Mapping[str, Any]]
 
 
@@ -58,8 +58,8 @@ def _size(cell: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _row(name: str, numbers: Mapping[str, float], measure: str) -> str:
-    routed = numbers["routed"] if measure == "opened" else None
-    shares = [routed, *(numbers.get(f"{measure} {kind}") for kind in KINDS), numbers["auroc"]]
+    routed = [numbers.get(name) for name in ("routed", "routed_wrapped")] if measure == "opened" else [None, None]
+    shares = [*routed, *(numbers.get(f"{measure} {kind}") for kind in KINDS), numbers["auroc"]]
     return f"| {name} | {' | '.join('' if share is None else f'{share:.3f}' for share in shares)} |"
 
 
