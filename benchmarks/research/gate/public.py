@@ -6,9 +6,9 @@
 DIR has a folder of JSON lines for each set: clinc150, banking77, hwu64, snips and xsid with `text`, `intent` (null: out
 of scope), `domain` or `lang`; everyday with `text`, nq_open with `question`. Nothing of it is stored in the results. A
 bundle has one task to eight, a task is some intents with some examples. Of its own test requests, `routed` are sent to
-their task, and `routed_wrapped` with a phrase around them that no fit has; of all others, the shares that open the gate are given by kind: once as it is fitted, and once with the
-threshold that lets 95% of its own through. `auroc` is that of the largest margin, own requests against those out of
-scope.
+their task, and `routed_wrapped` with a phrase around them that no fit has; of all others, the shares that open the gate
+are given by kind: once as it is fitted, and once with the threshold that lets 95% of its own through. `auroc` is that
+of the largest margin, own requests against those out of scope.
 
 Every cell is written when it is done, and not computed again: run it as often as it is interrupted.
 """
