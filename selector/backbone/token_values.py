@@ -116,10 +116,10 @@ def asked_texts(
 
 
 def clause_ends_of(backbone: Backbone) -> Tensor:
-    """[E] int64: the tokens with which a clause ends."""
+    """[E] int32: the tokens with which a clause ends."""
     tokenizer = getattr(backbone.processor, "tokenizer", backbone.processor)
     tokens = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
-    return torch.tensor([number for number, token in enumerate(tokens) if ends_clause(token)], dtype=torch.int64)
+    return torch.tensor([number for number, token in enumerate(tokens) if ends_clause(token)], dtype=torch.int32)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class LooksAt:
 
     layers: tuple[int, ...]  # [S]
     marks: TurnMarks
-    clause_ends: Tensor  # [E] int64, tokens
+    clause_ends: Tensor  # [E] int32, tokens
 
 
 def classified_gate(
