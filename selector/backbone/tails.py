@@ -67,7 +67,7 @@ class Tail:
         return own + self.state_bytes
 
 
-class _KeptState(LinearAttentionLayer):  # type: ignore[misc]
+class _KeptState(LinearAttentionLayer):
     """The states that n tails begin with. Those that follow are not kept.
 
     transformers' own layer would write them over what the backward pass needs.
@@ -76,16 +76,19 @@ class _KeptState(LinearAttentionLayer):  # type: ignore[misc]
     def __init__(self, states: Sequence[State]) -> None:
         super().__init__()
         recurrences = [state.recurrence for state in states if state.recurrence is not None]
-        self.conv_states[0] = torch.stack([state.convolution for state in states])
+        self._convolutions = torch.stack([state.convolution for state in states])  # [n, channels, width]
+        self.conv_states[0] = self._convolutions
         self.recurrent_states[0] = torch.stack(recurrences) if recurrences else None
-        self.conv_kernel_size[0] = self.conv_states[0].shape[-1]
+        self.conv_kernel_size[0] = self._convolutions.shape[-1]
         self.has_previous_state[0] = True
         self.record_past = True  # else a step of one token is computed by another function, which writes
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
-        return torch.cat([self.conv_states[0], conv_states], dim=-1)
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        return torch.cat([self._convolutions, conv_states], dim=-1)
 
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return recurrent_states
 
 
