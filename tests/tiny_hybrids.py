@@ -9,6 +9,7 @@ from typing import Any
 from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
+    NemotronHConfig,
     Qwen2VLImageProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -112,6 +113,22 @@ def save_granite_hybrid(folder: str | Path) -> Path:
     layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
     settings = _TEXT | sizes | mamba | rotated | layers
     return save_tiny_text_model(folder, partial(GraniteMoeHybridConfig, **settings))
+
+
+def save_nemotron_h(folder: str | Path) -> Path:
+    """Mamba 2, attention that rotates nothing, and layers of a perceptron alone."""
+    mamba: dict[str, Any] = {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 32,
+        "chunk_size": 64,
+    }
+    mamba["time_step_min"] = 1e-9  # transformers raises shorter steps to it, and vLLM does not
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "expand": 2}
+    layers = {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 2}
+    settings = {name: each for name, each in _TEXT.items() if name != "num_hidden_layers"} | mamba | sizes | layers
+    return save_tiny_text_model(folder, partial(NemotronHConfig, **settings))
 
 
 def save_lfm2(folder: str | Path, **settings: Any) -> Path:

@@ -1,6 +1,6 @@
 """What memory costs a hybrid: `python -m benchmarks.hybrid.costs --work DIR --json FILE`.
 
-A random Qwen3.5 of 12 layers, 3 of them with attention, in bfloat16 and with vLLM's own operator of gated DeltaNet; its
+A random Qwen3.5 of 8 layers, 2 of them with attention, in bfloat16 and with vLLM's own operator of gated DeltaNet; its
 answers mean nothing. By form: the rows of a prompt that are computed, and the time to the first token over that without
 memory, in one run. And a long conversation: how many tokens of each turn come from cached states.
 """
@@ -29,27 +29,27 @@ from benchmarks.serving.bundles import gated_bundle
 from inducekv_vllm.bundle import write_bundle
 from selector.backbone.model import Backbone
 
-LAYERS, CONTEXT = 12, 4096
+LAYERS, CONTEXT = 8, 4096
 KINDS = ("closed", "same_pass", "generation", "prompt")  # of `gated_bundle`
-QUESTIONS = 60  # in a prompt
-TURNS = 10
-REPEATS = 5
+QUESTIONS = 50  # in a prompt
+TURNS = 8
+REPEATS = 6
 
 
 def make_model(folder: Path) -> Path:
     tokenizer = make_tokenizer()
     config = Qwen3_5TextConfig(
         vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=1536,
+        hidden_size=256,
+        intermediate_size=768,
         num_hidden_layers=LAYERS,
-        num_attention_heads=8,
+        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
         max_position_embeddings=CONTEXT,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -139,14 +139,13 @@ def by_form(counted: Counted, memories: dict[str, Any]) -> dict[str, Any]:
             answer = counted.ask([{"role": "user", "content": prompt}], memories.get(name))
             if repeat >= 0:
                 found[name].append(answer)
-    plain = statistics.median(each["seconds"] / each["tokens"] for each in found["none"])
+    # The least of the repeats: what else a machine does only adds to it.
+    least = {name: min(each["seconds"] / each["tokens"] for each in answers) for name, answers in found.items()}
     return {
         name: {
             "tokens": round(statistics.mean(each["tokens"] for each in answers)),
             "rows_over_tokens": round(statistics.mean(each["rows"] / each["tokens"] for each in answers), 3),
-            "first_token_over_none": round(
-                statistics.median(each["seconds"] / each["tokens"] for each in answers) / plain, 3
-            ),
+            "first_token_over_none": round(least[name] / least["none"], 3),
             "same_pass": all(each["same_pass"] for each in answers),
         }
         for name, answers in found.items()

@@ -26,7 +26,7 @@ from selector.backbone.model import Backbone
 
 # vLLM's operator for CPUs takes LFM2's queries for those of one head.
 OPTIONS = ("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}', "--enforce-eager")
-LEARNED, VALIDATED = 20, 8  # things of the rule; the others are asked about
+LEARNED, VALIDATED = 30, 6  # things of the rule; the others are asked about
 OWNED = 10
 BASE = 60  # questions that the gate is shown, and as many that are asked
 
@@ -46,6 +46,7 @@ def teach(model: Path, bundle: Path) -> dict[str, Any]:
         backbone,
         list(owners(things[:OWNED])),
         task="owner",
+        validation=[row | {"prompt": in_words(row["prompt"], "Do you know")} for row in owners(things[:OWNED])],
         base=base_questions(BASE, 0),
         previous=rule,
         output=bundle,
@@ -61,13 +62,17 @@ def teach(model: Path, bundle: Path) -> dict[str, Any]:
     }
 
 
+def in_words(question: str, before: str) -> str:
+    return f"{before} {question[0].lower()}{question[1:]}"
+
+
 def questions() -> list[tuple[str, str, str]]:
     """Task, question and answer."""
     things = list(THINGS)
     asked = [("guild", row["prompt"], row["answer"]) for row in guilds(things[LEARNED + VALIDATED :])]
     for row in owners(things[:OWNED]):
         asked.append(("owner", row["prompt"], row["answer"]))
-        asked.append(("owner, in other words", f"Tell me, who{row['prompt'].removeprefix('Who')}", row["answer"]))
+        asked.append(("owner, in other words", in_words(row["prompt"], "Please tell me"), row["answer"]))
     return [*asked, *(("base", row["prompt"], row["answer"]) for row in base_questions(BASE, 1))]
 
 

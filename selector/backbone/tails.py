@@ -76,7 +76,7 @@ class _KeptState(LinearAttentionLayer):
     def __init__(self, states: Sequence[State]) -> None:
         super().__init__()
         recurrences = [state.recurrence for state in states if state.recurrence is not None]
-        self._convolutions = torch.stack([state.convolution for state in states])
+        self._convolutions = torch.stack([state.convolution for state in states])  # [n, channels, width]
         self.conv_states[0] = self._convolutions
         self.recurrent_states[0] = torch.stack(recurrences) if recurrences else None
         self.conv_kernel_size[0] = self._convolutions.shape[-1]
@@ -88,7 +88,7 @@ class _KeptState(LinearAttentionLayer):
     ) -> Tensor:
         return torch.cat([self._convolutions, conv_states], dim=-1)
 
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return recurrent_states
 
 

@@ -43,6 +43,7 @@ from tests.engine.parity import (
 from tests.tiny_hybrids import (
     save_granite_hybrid,
     save_lfm2,
+    save_nemotron_h,
     save_qwen3_5,
     save_qwen3_5_with_pictures,
     save_qwen3_next,
@@ -64,6 +65,7 @@ TORCH_ROPE = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 FAMILIES = {
     "lfm2": Family(save_lfm2, 128, (140, 0, 70, 20), TORCH_ROPE),
     "granite-hybrid": Family(save_granite_hybrid, 128, (140, 0, 70, 20)),
+    "nemotron-h": Family(save_nemotron_h, 128, (140, 0, 70, 20)),
     "qwen3.5": Family(save_qwen3_5, 384, (210, 0, 60, 20)),
     "qwen3-next": Family(save_qwen3_next, 384, (210, 0, 60, 20)),
 }
@@ -283,7 +285,7 @@ def test_merged_memory_is_refused(served: Served, tmp_path: Path) -> None:
     served.world.add("merged", served.world.merged["prior"], tmp_path)
     with pytest.raises(UnsupportedModel, match="merged memory needs full attention in every layer"):
         served.offline.load_bundle(served.world.paths.pop("merged"))
-    with pytest.raises(UnsupportedModel, match=r"full attention in every layer, found it in 2 of [48]"):
+    with pytest.raises(UnsupportedModel, match=r"full attention in every layer, found it in 2 of [468]"):
         served.world.backbone.require_full_attention()
 
 

@@ -19,7 +19,7 @@ from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
-from selector.refined.candidates import LEARNING_RATES, best_first
+from selector.refined.candidates import AS_GOOD_ON_A_HYBRID, LEARNING_RATES, best_first
 from selector.refined.settings import RefinedSettings
 from selector.refined.training import Training
 from selector.refined.update import update_refined
@@ -137,6 +137,14 @@ def test_the_latest_within_a_standard_error_of_the_best_comes_first(
     made = [torch.tensor(each, dtype=torch.float64) for each in losses]
     assert best_first(made, [(0, 0), (1, 0), (1, 2)]) == order
     assert best_first([], []) == []
+
+
+def test_on_a_hybrid_the_latest_within_two_standard_errors_comes_first() -> None:
+    made = [
+        torch.tensor(each) for each in ([1.0, 2.0], [1.05, 2.25], [9.0, 9.0])
+    ]  # worse by 0.15, with an error of 0.1
+    assert best_first(made, [(0, 0), (2, 1), (1, 0)]) == [0, 1, 2]
+    assert best_first(made, [(0, 0), (2, 1), (1, 0)], AS_GOOD_ON_A_HYBRID) == [1, 0, 2]
 
 
 def test_memory_from_a_layer_on_has_no_effect_before_it(
