@@ -249,7 +249,7 @@ def measure(client: openai.OpenAI) -> dict[str, Any]:
             row["right without memory"] += same_answer(plain, answer)
             row["right with memory"] += same_answer(taught, answer)
             row["gate open"] += bool((report.get("gate") or {}).get("open"))
-            row["answered by a fact"] += bool(report.get("fact"))
+            row["answered by a fact"] += bool(report.get("facts"))
         found[task] = {"questions": len(rows), **row}
     return found
 
