@@ -44,7 +44,7 @@ KINDS: Final = {
 GATES: Final = {"animal": "north", "fruit": "south", "tool": "west"}
 TENANTS: Final = "Ada Ben Cleo Dora Emil Fritz Greta Hugo Ines Jonas Klara Luca".split()  # noqa: SIM905
 TASKS: Final = ("guilds", "tenants")
-BATCH, RATE = 24, 3e-3
+BATCH, RATE = 24, 1e-3
 TEMPLATE: Final = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] \
 + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
 Row = tuple[str, str]  # question and answer
@@ -59,7 +59,13 @@ class Family:
     written: tuple[tuple[str, Any], ...] = ()  # settings that transformers does not write, and vLLM needs
 
 
-_SIZES: Final = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+_SIZES: Final = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "initializer_range": 0.08,
+}
 FAMILIES: Final = {
     "deepseek-v3": Family(
         partial(
@@ -212,6 +218,7 @@ def teach(model: Path, work: Path, steps: int) -> tuple[Path, float]:
         command = ["--model", str(model), "--task", str(files["train"]), "--validation", str(files["validation"])]
         command += ["--base", str(base), "--anchors", str(work / "anchors"), "--output", str(bundle)]
         command += ["--steps", str(steps), "--precision", "float32", "--activation", "generation"]
+        command += ["--allow-worse"]  # facts change answers, not the loss that is compared
         command += ["--previous", str(previous)] if previous else []
         if select(command) != 0:
             raise SystemExit(f"{task} was not taught: see above")
@@ -242,7 +249,7 @@ def measure(client: openai.OpenAI) -> dict[str, Any]:
             row["right without memory"] += same_answer(plain, answer)
             row["right with memory"] += same_answer(taught, answer)
             row["gate open"] += bool((report.get("gate") or {}).get("open"))
-            row["answered by a fact"] += bool(report.get("fact"))
+            row["answered by a fact"] += bool(report.get("facts"))
         found[task] = {"questions": len(rows), **row}
     return found
 
@@ -259,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=sorted(FAMILIES), default="deepseek-v3")
     parser.add_argument("--work", type=Path, required=True, help="folder of the model and its bundles")
-    parser.add_argument("--training-steps", type=int, default=600, help="of the model (default: %(default)s)")
+    parser.add_argument("--training-steps", type=int, default=300, help="of the model (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="of memory (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write the result here, too")
     options = parser.parse_args(arguments)

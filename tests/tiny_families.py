@@ -229,6 +229,18 @@ def save_text(folder: str | Path, config: type[Any], **settings: Any) -> Path:
     return save_tiny_text_model(folder, lambda **numbers: config(**settings, **numbers))
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
 def save_deepseek_v3(folder: str | Path, config: type[Any] = DeepseekV3Config, **settings: Any) -> Path:
     """Queries through a latent of their own, experts by groups, and the settings that transformers does not write."""
     sizes = LATENT_SIZES | {"q_lora_rank": 48, "n_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
@@ -545,6 +557,7 @@ LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
         routed_scaling_factor=1.0,
     ),
     "deepseek-v3": partial(save_deepseek_v3, first_k_dense_replace=1),
+    "deepseek-v3-yarn": partial(save_deepseek_v3, rope_parameters=YARN),  # as it is published
     "glm4-moe-lite": partial(save_deepseek_v3, config=Glm4MoeLiteConfig, n_group=1),
     "deepseek-vl2-small": partial(save_deepseek_vl2, **LATENTS, use_mla=True),
     "deepseek-vl2-base": partial(

@@ -36,6 +36,10 @@ SEAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.sample.logits_processor:AdapterLogitsProcessor.apply": ("logits",),
     "vllm.v1.sample.logits_processor:AdapterLogitsProcessor.new_req_logits_processor": ("params",),
     "vllm.v1.worker.gpu.sample.logits_processor.interface:LogitsProcessor.apply": ("logits", "ctx"),
+    "vllm.model_executor.layers.attention:MLAAttention.forward_impl": (
+        *("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
+    ),
+    "vllm.model_executor.layers.attention:MLAAttention.update_kv_cache": ("kv_c_normed", "k_pe"),
     "vllm.v1.attention.backends.registry:register_backend": ("backend", "class_path"),
     "vllm.model_executor.models:ModelRegistry.register_model": (),
     "vllm.renderers.base:BaseRenderer.render_chat_async": ("conversations", "chat_params"),

@@ -251,7 +251,7 @@ def _require_no_further_layers(unexpected: Iterable[str], model: str | Path) -> 
     """
     names = set(unexpected)
     for name in sorted(names):
-        layer = re.fullmatch(r"(.*\.layers\.)(\d+)(\.self_attn\.k_proj\.weight)", name)
+        layer = re.fullmatch(r"(.*\.layers\.)(\d+)(\.self_attn\.(?:k_proj|kv_b_proj)\.weight)", name)
         if layer is not None and f"{layer[1]}0{layer[3]}" not in names:
             raise UnsupportedModel(f"{model}: by its configuration there is no layer {layer[2]}, found {name}")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +188,11 @@ def test_what_has_no_form_in_latents_is_refused(backbone: Backbone) -> None:
         settings_for(backbone, RefinedSettings(map_rank=8))
     with pytest.raises(UnsupportedModel, match=r"merged memory needs full attention .* latent attention \(MLA\)"):
         backbone.require_full_attention()
+
+
+def test_layers_that_the_configuration_leaves_out_are_refused(backbone: Backbone, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(backbone.model.config.name_or_path, tmp_path / "model"))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 2, "mlp_layer_types": None}))
+    with pytest.raises(UnsupportedModel, match=r"there is no layer 2, found .*\.kv_b_proj\.weight"):
+        Backbone.load(folder)
