@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")  # drafts are made without memory, and checked with it
+DRAFTS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # drafts are made without memory, and checked with it
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -83,7 +83,6 @@ def check_engine(config: VllmConfig) -> None:
             config.cache_config.kv_sharing_fast_prefill,
             "--kv-sharing-fast-prefill: some layers would not see every token of a prompt",
         ),
-        (model.enable_prompt_embeds, "prompt embeddings: a prompt's identity is its token ids"),
     ]
     for refused, reason in refusals:
         if refused:
