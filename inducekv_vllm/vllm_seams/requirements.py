@@ -49,7 +49,10 @@ def check_engine(config: VllmConfig) -> None:
             "data parallelism of a mixture of experts: its engines step together, which has not been tried",
         ),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
-        (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),
+        (
+            config.kv_transfer_config is not None,
+            "KV transfer: a connector knows blocks by their tokens, and gives a request with memory those without it",
+        ),
         (
             config.ec_transfer_config is not None,
             "encoder disaggregation: a request that goes back may need its pictures again",
