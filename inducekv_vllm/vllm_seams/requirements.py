@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 STATES_KEPT = ("none", "align")  # by vLLM's prefix cache of a hybrid
-DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")  # drafts are made without memory, and checked with it
+DRAFTS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # drafts are made without memory, and checked with it
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -50,7 +50,10 @@ def check_engine(config: VllmConfig) -> None:
             "data parallelism of a mixture of experts: its engines step together, which has not been tried",
         ),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
-        (config.kv_transfer_config is not None, "KV transfer: blocks of another engine carry no memory"),
+        (
+            config.kv_transfer_config is not None,
+            "KV transfer: a connector knows blocks by their tokens, and gives a request with memory those without it",
+        ),
         (
             config.ec_transfer_config is not None,
             "encoder disaggregation: a request that goes back may need its pictures again",
@@ -89,7 +92,6 @@ def check_engine(config: VllmConfig) -> None:
             f"--mamba-cache-mode {config.cache_config.mamba_cache_mode}: which states it keeps is not known here; it "
             f"has been tried with {', '.join(STATES_KEPT)}",
         ),
-        (model.enable_prompt_embeds, "prompt embeddings: a prompt's identity is its token ids"),
     ]
     for refused, reason in refusals:
         if refused:

@@ -192,7 +192,7 @@ class WorkerRequests:
                 put_answer(params, known.answer)
             self._resume(known, data.block_ids)
             return
-        assert data.prompt_token_ids is not None  # prompt embeddings are refused at start
+        assert data.prompt_token_ids is not None  # a request with memory has no prompt embeddings
         request = self.by_id[data.req_id] = WorkerRequest(
             id=data.req_id,
             spec=spec if isinstance(spec, DecideSpec) else None,

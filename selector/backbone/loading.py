@@ -27,6 +27,7 @@ from .fused import take_apart
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CHUNKED: Final = "chunked_attention"  # each token sees those of its chunk of the prompt: Llama 4
+MTP_LAYERS: Final = "num_nextn_predict_layers"
 _MODELS: dict[Kind, Any] = {"text": AutoModelForCausalLM, "multimodal": AutoModelForImageTextToText}
 
 
@@ -61,7 +62,7 @@ def load_checkpoint(model: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise UnsupportedModel(
             f"{model}: {len(missing)} weights of {type(network).__name__} are missing, the first is {missing[0]}"
         )
-    _require_no_further_layers(loading["unexpected_keys"], model)
+    _require_no_further_layers(config, loading["unexpected_keys"], model)
     fit_memory(network, str(model))
     return network.eval().requires_grad_(False), processor
 
@@ -243,16 +244,17 @@ def _take_apart(network: Any) -> None:
         take_apart(attention_layers(network), heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
 
-def _require_no_further_layers(unexpected: Iterable[str], model: str | Path) -> None:
+def _require_no_further_layers(config: Any, unexpected: Iterable[str], model: str | Path) -> None:
     """Check that no layer with attention was left out.
 
     A component that is left out as a whole, such as one for speech, has its layer 0 among the unexpected weights too.
-    Layers for multi-token prediction are not among them where transformers knows them.
+    The layers that make drafts (multi-token prediction) come behind the model's, and are none of it.
     """
-    names = set(unexpected)
+    names, text = set(unexpected), config.get_text_config(decoder=True)
+    drafting = range(text.num_hidden_layers, text.num_hidden_layers + (getattr(text, MTP_LAYERS, None) or 0))
     for name in sorted(names):
         layer = re.fullmatch(r"(.*\.layers\.)(\d+)(\.self_attn\.(?:k_proj|kv_b_proj)\.weight)", name)
-        if layer is not None and f"{layer[1]}0{layer[3]}" not in names:
+        if layer is not None and int(layer[2]) not in drafting and f"{layer[1]}0{layer[3]}" not in names:
             raise UnsupportedModel(f"{model}: by its configuration there is no layer {layer[2]}, found {name}")
 
 

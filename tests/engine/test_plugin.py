@@ -121,7 +121,7 @@ def _engine(**changes: Any) -> Any:
     """The settings of an engine, its model and its parallelism, in one namespace."""
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
     sizes |= {"prefill_context_parallel_size": 1, "use_ubatching": False}
-    model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "enable_prompt_embeds": False}
+    model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate"}
     model |= {"model_arch_config": SimpleNamespace(quantization_config=None)}
     model |= {"is_diffusion": False, "quantization": None, "enable_sleep_mode": False, "cache_dtype": "auto"}
     model |= {"hf_text_config": SimpleNamespace()}
@@ -155,7 +155,6 @@ def _engine(**changes: Any) -> Any:
         ({"quantization": "fp8"}, "weights that vLLM quantises as it loads them"),
         ({"runner_type": "pooling"}, "'pooling' runner"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
-        ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"mamba_cache_mode": "all"}, "--mamba-cache-mode all: .* tried with none, align"),
     ],
 )

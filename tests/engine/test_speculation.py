@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig
+from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeConfig, LlamaConfig
 from vllm.sampling_params import StructuredOutputsParams
 
 from server.demo import CHECKPOINT
@@ -27,7 +27,7 @@ from tests.engine.parity import (
     prompts,
     text_prompts,
 )
-from tests.tiny_families import FAMILIES, TEXT_SIZES
+from tests.tiny_families import FAMILIES, GLM_EXPERTS, TEXT_SIZES
 from tests.tiny_models import HEAD_DIM, HIDDEN, save_tiny_text_model
 
 HEAD_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -136,3 +136,32 @@ def test_an_eagle_head(method: str, tmp_path: Path) -> None:
         check(served, text_prompts)
         drafted, accepted = drafts(served)
         assert 0 <= accepted < drafted
+
+
+def save_with_mtp(folder: Path) -> Path:
+    """A tiny GLM-4.5 with a layer for multi-token prediction behind its own, named as published ones are.
+
+    It draws the model's last token again: its block adds nothing, and the state of the pass goes to the head as it is.
+    """
+    sizes = TEXT_SIZES | GLM_EXPERTS | {"num_mtp_layers": 1}
+    save_tiny_text_model(folder, lambda **numbers: Glm4MoeConfig(**sizes, **numbers))
+    weights, L = load_file(folder / "model.safetensors"), TEXT_SIZES["num_hidden_layers"]
+    ours, last = f"model.layers.{L}.", f"model.layers.{L - 1}."
+    for name in [name for name in weights if name.startswith(last)]:
+        ends = name.endswith(("o_proj.weight", "down_proj.weight"))
+        weights[ours + name.removeprefix(last)] = weights[name] * (0 if ends else 1)
+    weights[f"{ours}eh_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], dim=1)
+    weights |= {f"{ours}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@needs_triton
+def test_multi_token_prediction(tmp_path: Path) -> None:
+    """Its layer has the number behind the model's last one, and no memory; the selector leaves it out."""
+    world = make_world(save_with_mtp(tmp_path / "model"), tmp_path, make_prompts=text_prompts, with_merged=True)
+    with drafting(world, method="mtp") as served:
+        check(served, text_prompts)
+        drafted, accepted = drafts(served)
+        print(f"{accepted} of {drafted} drafted tokens accepted")
+        assert 0 < accepted < drafted

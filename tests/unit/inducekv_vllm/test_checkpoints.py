@@ -186,6 +186,17 @@ def test_weights_that_are_no_error(copy: Path, name: str, tensor: torch.Tensor) 
     assert Backbone.load(copy).fingerprint == backbone_fingerprint(copy)
 
 
+def test_a_layer_that_makes_drafts(tmp_path: Path) -> None:
+    """It comes behind the model's own, and is none of it; one more than the configuration names is."""
+    FAMILIES["glm4-moe"](tmp_path)
+    change_config(tmp_path, num_nextn_predict_layers=1)
+    change_weights(tmp_path, "model.layers.3.self_attn.k_proj.weight", torch.ones(2, 2))
+    assert Backbone.load(tmp_path).num_layers == 3
+    change_weights(tmp_path, "model.layers.4.self_attn.k_proj.weight", torch.ones(2, 2))
+    with pytest.raises(UnsupportedModel, match=r"there is no layer 4, found model\.layers\.4\.self_attn"):
+        Backbone.load(tmp_path)
+
+
 def test_whether_activations_are_rounded() -> None:
     rounded = {name for name, (_, settings) in METHODS.items() if rounds_activations(settings)}
     assert rounded == {"int-quantized", "fp8", "fp8-blocks", "modelopt-fp8", "modelopt-nvfp4"}
