@@ -101,7 +101,7 @@ test-nightly: setup-dev
 test-families: export OMP_NUM_THREADS := 1
 test-families: setup-dev
 	$(BIN)/python -m pytest -m "slow or not slow" tests/engine/test_families.py tests/engine/test_hybrids.py \
-	  tests/engine/test_llava_onevision1_5.py tests/engine/test_sliding_windows.py \
+	  tests/engine/test_latents.py tests/engine/test_llava_onevision1_5.py tests/engine/test_sliding_windows.py \
 	  tests/nightly/test_real_model.py $(PYTEST_ARGS)
 
 # 10,000 mutated bundles and 2,000 mutated task files.
