@@ -24,9 +24,14 @@ class UpdateResult:
 
 
 def helps(report: Mapping[str, Any]) -> bool:
-    """Whether a memory has a smaller loss on the validation examples than none; also without such examples."""
-    losses = report["validation_nll"]
-    return losses is None or bool(losses["deployed"] < losses["no_memory"])
+    """Whether a memory does better on the validation examples than none; also without such examples.
+
+    It has a smaller loss there, or answers more of them right: a fact's answer has no loss of its own.
+    """
+    losses, right = report["validation_nll"], report.get("validation_accuracy")
+    if losses is None or losses["deployed"] < losses["no_memory"]:
+        return True
+    return right is not None and bool(right["deployed"] > right["no_memory"])
 
 
 def with_dates(bundle: Bundle, previous: Bundle | None, created_at: datetime, expires_at: datetime | None) -> Bundle:
