@@ -100,7 +100,7 @@ def test_what_a_gate_sees_is_that_of_the_layers_with_attention(hybrid: Backbone,
     hybrid.hidden_states(encoded[0])
     handle.remove()
     alone, *_ = token_values(hybrid, encoded, [0, 1], marks)  # [t, S, F]
-    asked = asked_texts(hybrid, encoded, [1], marks)
+    asked = asked_texts(hybrid, encoded, [1], marks, ())
     of_text = len(hybrid.tokenizer(asked.texts[0], add_special_tokens=False)["input_ids"])
     assert alone.shape[1:] == (2, hybrid.num_kv_heads * hybrid.head_dim)
     mean = asked.means[0]
