@@ -588,4 +588,8 @@ TESTED: dict[str, str] = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    # test_latents.py
+    "deepseek-v2": "DeepseekV2ForCausalLM",
+    "deepseek-v3": "DeepseekV3ForCausalLM",
+    "glm4-moe-lite": "Glm4MoeLiteForCausalLM",
 }
