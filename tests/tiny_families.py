@@ -634,4 +634,5 @@ TESTED: dict[str, str] = {
     "lfm2": "Lfm2ForCausalLM",
     "qwen3.5-pictures": "Qwen3_5ForConditionalGeneration",
     "qwen3.5-moe-pictures": "Qwen3_5MoeForConditionalGeneration",
+    "nemotron-h": "NemotronHForCausalLM",
 }
