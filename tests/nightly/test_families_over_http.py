@@ -57,9 +57,10 @@ WITHOUT_ROPE_OPERATOR = '{"custom_ops": ["-rotary_embedding"]}'
 OPTIONS = {  # of the server
     "deepseek-vl2": ("--worker-cls", SMALL_TOWERS),
     "qwen3.5": ("--worker-cls", "tests.engine.gdn_float32_worker.GdnFloat32Worker", "--max-model-len", "1024"),
-    "granite-hybrid": ("--max-num-batched-tokens", "128"),
+    "granite-hybrid": ("--max-num-batched-tokens", "96"),  # a block of states
     "lfm2": ("--compilation-config", WITHOUT_ROPE_OPERATOR),
 }
+LONGER = {"lfm2": ("--steps", "80")}  # until the answer is another one: its outputs are larger
 OPTIONS |= {
     family: (
         *("--compilation-config", json.dumps(ON_CPUS["compilation_config"]), "--attention-backend", "CPU_MLA"),
@@ -102,7 +103,7 @@ def test_taught_and_served(family: str, tmp_path: Path) -> None:
     bundle, task = tmp_path / "keys.safetensors", write_examples(tmp_path, family)
     with small_fits(), small_timm():
         model = EVERY[family](tmp_path / "model")
-        settings = [*SETTINGS, *(() if family in LATENT_FAMILIES else ("--map-rank", "2"))]
+        settings = [*SETTINGS, *(() if family in LATENT_FAMILIES else ("--map-rank", "2")), *LONGER.get(family, ())]
         assert select(["--model", str(model), "--task", str(task), "--output", str(bundle), *settings]) == 0
         world = World(model, Backbone.load(model), {"keys": read_bundle(bundle)}, {"keys": bundle})
     picture = drawings(EXAMPLES, 1)[3] if family in WITH_PICTURES else None
