@@ -260,7 +260,7 @@ def test_states_of_memory_are_never_those_of_other_requests(served: Served, fami
 @pytest.mark.parametrize(
     ("save", "options", "message"),
     [
-        (save_lfm2, {}, "its queries wrongly on CPUs"),
+        (save_lfm2, {}, "rotates its queries wrongly"),
         (save_lfm2, TORCH_ROPE | {"prefix_match_unit": 32}, "--prefix-match-unit 32, which is not a whole block"),
         (save_granite_hybrid, {}, "start with --max-num-batched-tokens 128, or with --no-enable-prefix-caching"),
     ],

@@ -120,7 +120,7 @@ def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine, mo
     monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
     options = ON_CPUS | {"compilation_config": None}
     with (
-        pytest.raises(UnsupportedModel, match=r"RoPE on CPUs rotates queries wrongly .*-rotary_embedding"),
+        pytest.raises(UnsupportedModel, match=r"RoPE on CPUs rotates its queries wrongly.*-rotary_embedding"),
         engine(served.world.model, environment=FEWER_PROCESSES, **options),
     ):
         pass

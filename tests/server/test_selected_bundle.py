@@ -106,7 +106,10 @@ def test_the_commands_see_and_change_what_is_served(selector: Selector, refined:
     assert row == ["refined", now, "4", "0", "colours,", "counts", "1", "0"]
     asked = [part for task in QUESTIONS for part in ("--questions", selector.data[task]["training"])]
     arguments = ("eval", path, *asked, "--max-tokens", "4")
-    by_model, by_server = (command(*arguments, *how) for how in (("--model", selector.world.model), url))
+    # Behind the table stand the questions nearest to the gate's threshold.
+    by_model, by_server = (
+        command(*arguments, *how).partition("\n\n")[0] for how in (("--model", selector.world.model), url)
+    )
     assert by_model == by_server
     assert [row.split()[:2] for row in by_model.splitlines()[1:]] == [[task, "8"] for task in QUESTIONS]
     for digest in (before, now):

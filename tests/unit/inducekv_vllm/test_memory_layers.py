@@ -92,6 +92,7 @@ def test_layers_that_are_not_what_they_are_called(hybrid: Path, monkeypatch: pyt
     """A class of transformers that builds other layers than its configuration names."""
     monkeypatch.setattr("selector.backbone.loading.layer_kinds", lambda text: ["full_attention"] * LAYERS)
     for wrong, message in (((2, 7), "memory needs attention with k_proj"), ((7,), "by layer_types layer 3 has no att")):
-        monkeypatch.setattr("selector.backbone.loading.memory_layers", lambda text, wrong=wrong: wrong)
+        for name in ("memory_layers", "layers_with_attention"):
+            monkeypatch.setattr(f"selector.backbone.loading.{name}", lambda *of, wrong=wrong: wrong)
         with pytest.raises(UnsupportedModel, match=message):
             Backbone.load(hybrid)

@@ -130,7 +130,8 @@ def test_the_gate_stands_beside_the_accuracy(
     asked = [example for task in ("colours", "base") for example in read_task(tasks[task])]
     assert len(seen) == len({example.source_digest for example in asked})
     assert here[0].split()[-7:] == ["to", "its", "task", "to", "another", "gate", "closed"]
-    colours, base = (line.split() for line in here[1:])
+    colours, base = (line.split() for line in here[1:3])
+    assert any(line.endswith("by the smallest margin:") for line in here[3:])
     assert sum(map(int, colours[-3:])) == int(colours[1])
     assert base[-3] == "-"
     assert sum(map(int, base[-2:])) == int(base[1])
@@ -140,13 +141,13 @@ def test_the_gate_stands_beside_the_accuracy(
             models = [{"id": "base"}, {"id": "colours", "parent": "base"}]
             cards = {"/v1/memory_bundles": [{"name": "colours", "digest": digest}], "/v1/models": models}
             return 200, {"data": cards[request.path]}
-        decided = {"task": "counts", "closed": None}
+        decided = {"task": "counts", "closed": None, "margins": {"counts": 0.5}}
         answered = {"choices": [{"message": {"content": "x"}}], "kv_transfer_params": {"inducekv": {"gate": decided}}}
         return 200, answered
 
     with imitated_server(answer) as url:
         served = command("eval", bundle, *files, "--url", url).splitlines()
-    assert [line.split()[-3:] for line in served[1:]] == [["0", colours[1], "0"], ["-", base[1], "0"]]
+    assert [line.split()[-3:] for line in served[1:3]] == [["0", colours[1], "0"], ["-", base[1], "0"]]
 
 
 def test_what_is_refused(path: Path, questions: Path, model_folders: dict[str, Path]) -> None:
