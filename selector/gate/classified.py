@@ -19,12 +19,15 @@ from inducekv_vllm.gate import RANGE, TurnMarks
 
 from .classifiers import WORDS_SHARE, Classifiers, Seen, left_out_odds, train_classifiers
 from .fitting_set import GateQuestion
+from .settings import TEXT_MISSES
 from .training import MISSES, Price, near_of, price_of
 
 SHARES: Final = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the words, that a refit chooses from
 LEAST_COUNT, MOST_COUNT = 64, 256  # questions that a task counts as
 SEEN_RIGHT: Final = 0.8  # of a task's questions that were left out go to it, or the gate is said to be of no use
 OTHERS: Final = 0.05  # of everyday requests open it, at most
+USUAL_MISSES: Final = (TEXT_MISSES, 0.1, 0.15, 0.2)  # the first with which no more than `USUAL_OTHERS` open it
+USUAL_OTHERS: Final = 0.02  # of everyday requests
 MIXED_UP: Final = 0.2  # of a task's questions are taken for another's, at most
 
 
@@ -43,27 +46,29 @@ def classified_gate(
     labels: Tensor,
     tasks: tuple[str, ...],
     looks_at: LooksAt,
-    misses: float,
-) -> tuple[Gate, tuple[Price, ...], tuple[str, ...]]:
-    """The gate, its prices, and what is wrong with it.
+    misses: float | None,
+) -> tuple[Gate, tuple[Price, ...], tuple[str, ...], float]:
+    """The gate, its prices, what is wrong with it, and the share of questions that it may miss.
 
     Args:
         labels: [n] int64, the task's number; C for none.
-        misses: share of the tasks' questions, as they stand, that the gate may miss of those that it was not fitted to.
+        misses: share of the tasks' questions, as they stand, that the gate may miss of those that it was not fitted to;
+            None for the least of `USUAL_MISSES` that keeps everyday requests out.
     """
     C, counts = len(tasks), counts_of(questions)
     trained = train_classifiers(seen, labels, counts, C)
     left_out = mixed(left_out_odds(seen, labels, counts, folds_of(questions), C))  # [n, C]
     kinds = [question.kind for question in questions]
-    chosen = threshold(left_out, as_they_stand(labels, kinds, C), misses)
+    share = _share_of_misses(left_out, labels, kinds, misses)
+    chosen = threshold(left_out, as_they_stand(labels, kinds, C), share)
     margins = left_out - chosen  # [n, C]
     gate = gate_of(trained, chosen, near_of(margins, labels), tasks, looks_at)
-    return gate, _prices(left_out, labels, kinds, misses), _problems(margins, labels, kinds, tasks)
+    return gate, _prices(left_out, labels, kinds, share), _problems(margins, labels, kinds, tasks), share
 
 
 def refitted(
-    gate: Gate, seen: Seen, questions: Sequence[GateQuestion], labels: Tensor, traffic: Tensor, misses: float
-) -> tuple[Gate, tuple[Price, ...], tuple[str, ...]]:
+    gate: Gate, seen: Seen, questions: Sequence[GateQuestion], labels: Tensor, traffic: Tensor, misses: float | None
+) -> tuple[Gate, tuple[Price, ...], tuple[str, ...], float]:
     """As `classified_gate`, for classifiers that stay: how much each counts is chosen again, and the threshold.
 
     Args:
@@ -77,18 +82,30 @@ def refitted(
     odds, none = torch.cat([odds, of_traffic]), torch.full((len(traffic),), C)
     labels, counts = torch.cat([labels, none]), torch.cat([counts, torch.ones(len(traffic))])
     kinds = [question.kind for question in questions] + ["traffic"] * len(traffic)
-    share = fitted_share(odds, labels, counts)
-    found = (1 - share) * odds[:, 0] + share * odds[:, 1]  # [n + m, C]
-    chosen = threshold(found, as_they_stand(labels, kinds, C), misses)
+    of_words = fitted_share(odds, labels, counts)
+    found = (1 - of_words) * odds[:, 0] + of_words * odds[:, 1]  # [n + m, C]
+    share = _share_of_misses(found, labels, kinds, misses)
+    chosen = threshold(found, as_they_stand(labels, kinds, C), share)
     margins = found - chosen
     by_task = one_hot(rows, K)  # [C, K]
     after = replace(
         gate,
-        weights=2 * RANGE * torch.cat([(1 - share) * by_task, share * by_task], dim=1),
+        weights=2 * RANGE * torch.cat([(1 - of_words) * by_task, of_words * by_task], dim=1),
         thresholds=torch.full((C,), RANGE + float(chosen)),
         near=near_of(margins, labels),
     )
-    return after, _prices(found, labels, kinds, misses), _problems(margins, labels, kinds, gate.tasks)
+    return after, _prices(found, labels, kinds, share), _problems(margins, labels, kinds, gate.tasks), share
+
+
+def _share_of_misses(odds: Tensor, labels: Tensor, kinds: Sequence[str], misses: float | None) -> float:
+    """As asked, or the least of some that keeps everyday requests out; the largest of them if none does."""
+    if misses is not None:
+        return misses
+    own, everyday = as_they_stand(labels, kinds, odds.shape[1]), odds[[kind == "everyday" for kind in kinds]]
+    for share in USUAL_MISSES:
+        if float((everyday.amax(dim=1) >= threshold(odds, own, share)).float().sum()) <= USUAL_OTHERS * len(everyday):
+            return share
+    return USUAL_MISSES[-1]
 
 
 def fitted_share(odds: Tensor, labels: Tensor, counts: Tensor) -> float:

@@ -31,7 +31,7 @@ from .classified import LooksAt, classified_gate
 from .classifiers import Seen
 from .encoding import encode_questions
 from .fitting_set import GateQuestion, fitting_set
-from .settings import DEFAULT_MISSES, TEXT_MISSES, Kind
+from .settings import DEFAULT_MISSES, Kind
 from .training import Price, train_gate
 from .variations import text_of
 from .wording import in_one_form
@@ -81,7 +81,7 @@ def fit_gate(
     by_classifiers = (kind or suitable_kind(backbone.kind, own)) == "classifiers"
     if by_classifiers and backbone.kind != "text":
         raise ConfigError("a gate of classifiers is for models that take text alone, and this one takes pictures")
-    tasks, allowed = tuple(own), misses_of(misses, by_classifiers)
+    tasks, allowed = tuple(own), DEFAULT_MISSES if misses is None else misses
     questions, labels = labelled_questions(
         backbone,
         own,
@@ -98,8 +98,8 @@ def fit_gate(
         clause_ends = clause_ends_of(backbone)
         seen_by_them = seen(backbone, questions, layers, clause_ends)
         looked = time.monotonic()
-        gate, prices, warnings = classified_gate(
-            seen_by_them, questions, torch.tensor(labels), tasks, LooksAt(layers, marks, clause_ends), allowed
+        gate, prices, warnings, allowed = classified_gate(
+            seen_by_them, questions, torch.tensor(labels), tasks, LooksAt(layers, marks, clause_ends), misses
         )
         warnings += tuple(
             f"the questions of {task!r} are one form with places to fill: classifiers close for any other wording"
@@ -150,13 +150,6 @@ def tasks_in_one_form(own: Mapping[str, Sequence[Example]]) -> Iterator[str]:
     for task, examples in own.items():
         if in_one_form([text_of(example.messages) for example in examples]):
             yield task
-
-
-def misses_of(misses: float | None, by_classifiers: bool) -> float:
-    """As asked, or the default of the gate's kind."""
-    if misses is not None:
-        return misses
-    return TEXT_MISSES if by_classifiers else DEFAULT_MISSES
 
 
 def seen(backbone: Backbone, questions: Sequence[GateQuestion], layers: tuple[int, ...], clause_ends: Tensor) -> Seen:

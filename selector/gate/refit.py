@@ -18,8 +18,9 @@ from ..backbone.token_values import evidence_in, token_values
 from ..data.examples import Example
 from .classified import refitted
 from .encoding import encode_questions
-from .fit import FittedGate, check_questions, labelled_questions, misses_of, seen
+from .fit import FittedGate, check_questions, labelled_questions, seen
 from .fitting_set import FOLDS
+from .settings import DEFAULT_MISSES
 from .training import refit_rule
 
 
@@ -52,11 +53,11 @@ def refit_gate(
         by_classifiers=by_classifiers,
         seed=seed,
     )
-    share = misses_of(misses, by_classifiers)
     if gate.clause_ends is not None:
         seen_by_them = seen(backbone, questions, gate.layers, gate.clause_ends)
-        found = refitted(gate, seen_by_them, questions, torch.tensor(labels), traffic, share)
-        return FittedGate(*found[:2], {}, share, found[2])
+        after, prices, warnings, share = refitted(gate, seen_by_them, questions, torch.tensor(labels), traffic, misses)
+        return FittedGate(after, prices, {}, share, warnings)
+    share = DEFAULT_MISSES if misses is None else misses
     values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks)
     weights, thresholds, near, prices = refit_rule(
         torch.cat([evidence_in(gate, values), traffic]),  # [n, H]

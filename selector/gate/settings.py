@@ -11,7 +11,7 @@ from inducekv_vllm.bundle import Gate
 from ..runtime.settings import Flag, Seed, Settings
 
 DEFAULT_MISSES: Final = 0.0  # of a gate of prototypes
-TEXT_MISSES: Final = 0.05  # of one of classifiers
+TEXT_MISSES: Final = 0.05  # of one of classifiers, at least
 Kind = Literal["prototypes", "classifiers"]
 GateKind = Annotated[
     Kind | None,
@@ -24,7 +24,8 @@ Misses = Annotated[
     Annotated[float, Field(ge=0, le=0.5)] | None,
     Flag(
         "share of a task's own questions that the gate may miss, to keep others out "
-        f"(default: {TEXT_MISSES} of classifiers, {DEFAULT_MISSES:g} of prototypes)"
+        f"(default: {DEFAULT_MISSES:g} of prototypes; {TEXT_MISSES} of classifiers, or up to 0.2 while more than 2% of "
+        "everyday requests would open it)"
     ),
 ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.gate import RANGE, TurnMarks
-from selector.gate.classified import LooksAt, classified_gate, refitted, threshold
+from selector.gate.classified import LooksAt, _share_of_misses, classified_gate, refitted, threshold
 from selector.gate.classifiers import Seen, left_out_odds, odds_of, train_classifiers
 from selector.gate.fitting_set import FOLDS, GateQuestion
 
@@ -138,7 +138,7 @@ def test_what_is_wrong_is_said() -> None:
 def test_traffic_that_opens_the_gate_is_kept_out_by_another_rule(gate: Gate) -> None:
     asked, questions, labels = made()
     traffic = evidence(gate, made(seed=3)[0])[-EACH:]
-    after, prices, _ = refitted(gate, asked.seen, questions, labels, traffic, 0.05)
+    after, prices, *_ = refitted(gate, asked.seen, questions, labels, traffic, 0.05)
     for name in ("center", "scale", "directions", "words", "rarity", "offsets"):
         assert getattr(after, name) is getattr(gate, name)
     assert after.token_digest == gate.token_digest
@@ -198,3 +198,17 @@ def test_parts_of_what_belongs_to_none_are_taught_and_parts_of_a_task_are_not() 
     without = train_classifiers(asked.seen, labels, counts, 2).directions
     torch.testing.assert_close(offered(0), without, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(offered(2), without, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("opened", "expected"), [(0, 0.05), (2, 0.05), (3, 0.1), (30, 0.2)])
+def test_more_questions_are_missed_to_keep_everyday_requests_out(opened: int, expected: float) -> None:
+    """Of 100 questions the 5th lowest is the first threshold tried, and the 20th the last."""
+    own = torch.arange(100.0)[:, None] / 100 - 0.5  # of one task
+    threshold_5, threshold_20 = sorted(own.flatten().tolist())[4], sorted(own.flatten().tolist())[19]
+    everyday = torch.full((100, 1), -3.0)
+    everyday[:opened] = (threshold_5 + 0.005) if opened < 10 else threshold_20 + 1
+    odds = torch.cat([own, everyday])
+    labels = torch.tensor([0] * 100 + [1] * 100)
+    kinds = ["plain"] * 100 + ["everyday"] * 100
+    assert _share_of_misses(odds, labels, kinds, None) == expected
+    assert _share_of_misses(odds, labels, kinds, 0.3) == 0.3
