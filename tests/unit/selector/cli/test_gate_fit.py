@@ -216,8 +216,6 @@ def test_near_misses_of_ones_own(tmp_path: Path) -> None:
     assert problem in refuse(*arguments(own))
     printed = command(*arguments(near_misses))
     after = read_bundle(new)
-    settings = {"gate_misses": 0.05, "base_questions": 12, "background_requests": 0, "near_misses": 2}
-    assert_all_but_the_gate_is_kept(bundle, after, settings)
     expected = fit_gate(
         backbone,
         {task: read_task(paths[task]) for task in ("colours", "shades")},
@@ -225,6 +223,8 @@ def test_near_misses_of_ones_own(tmp_path: Path) -> None:
         near_misses=read_background(near_misses),
         kind="classifiers",
     )
+    settings = {"gate_misses": expected.misses, "base_questions": 12, "background_requests": 0, "near_misses": 2}
+    assert_all_but_the_gate_is_kept(bundle, after, settings)
     assert after.gate is not None
     for name, tensor in expected.gate.stored().tensors().items():
         assert torch.equal(after.tensors()[name], tensor), name
