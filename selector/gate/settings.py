@@ -24,8 +24,8 @@ Misses = Annotated[
     Annotated[float, Field(ge=0, le=0.5)] | None,
     Flag(
         "share of a task's own questions that the gate may miss, to keep others out "
-        f"(default: {DEFAULT_MISSES:g} of prototypes; {TEXT_MISSES} of classifiers, or up to 0.2 while more than 2% of "
-        "everyday requests would open it)"
+        f"(default: {DEFAULT_MISSES:g} of prototypes; {TEXT_MISSES} of classifiers, or up to 0.2 while more than 0.02 "
+        "of everyday requests would open it)"
     ),
 ]
 
