@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding_bag, pad
 
-from inducekv_vllm.gate.clauses import CHANCE
+from inducekv_vllm.gate.odds import of_best_run
 from inducekv_vllm.gate.words import BUCKETS, Buckets, Numbers, run_counts, weighted
 
 WORDS_SHARE: Final = 0.6  # of the log-odds, the means have the rest
@@ -117,11 +117,7 @@ class _Runs:
 
     def largest(self, odds: Tensor) -> Tensor:
         """[n, C], from log-odds [m, C]."""
-        lost = CHANCE * self.sizes.log()[self.question]  # [m]
-        lost[self.first] = 0
-        odds = odds - lost[:, None]
-        least = odds.new_full((len(self.sizes), odds.shape[1]), -torch.inf)
-        return least.scatter_reduce(0, self.question[:, None].expand_as(odds), odds, "amax")
+        return torch.stack([of_best_run(of_question) for of_question in torch.split(odds, self.sizes.tolist())])
 
     def taught(self, labels: Tensor, counts: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
         """Labels [m] of runs, and as how many questions each counts [m], from those of questions [n].
