@@ -53,17 +53,17 @@ HYBRIDS: dict[str, Callable[[str | Path], Path]] = {
     "granite-hybrid": save_granite_hybrid,
     "lfm2": save_lfm2,
 }
-WITHOUT_ROPE_OPERATOR = '{"custom_ops": ["-rotary_embedding"]}'
+WITHOUT_ROPE_OPERATOR = ("--compilation-config", json.dumps(ON_CPUS["compilation_config"]))
 OPTIONS = {  # of the server
     "deepseek-vl2": ("--worker-cls", SMALL_TOWERS),
     "qwen3.5": ("--worker-cls", "tests.engine.gdn_float32_worker.GdnFloat32Worker", "--max-model-len", "1024"),
     "granite-hybrid": ("--max-num-batched-tokens", "96"),  # a block of states
-    "lfm2": ("--compilation-config", WITHOUT_ROPE_OPERATOR),
+    "lfm2": WITHOUT_ROPE_OPERATOR,
 }
 LONGER = {"lfm2": ("--steps", "80")}  # until the answer is another one: its outputs are larger
 OPTIONS |= {
     family: (
-        *("--compilation-config", json.dumps(ON_CPUS["compilation_config"]), "--attention-backend", "CPU_MLA"),
+        *(*WITHOUT_ROPE_OPERATOR, "--attention-backend", "CPU_MLA"),
         *(("--worker-cls", SMALL_TOWERS) if family in LATENT_PICTURES else ()),
     )
     for family in LATENT_FAMILIES
