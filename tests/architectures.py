@@ -168,7 +168,7 @@ def _taught(config: PretrainedConfig) -> bool:
     """
     architecture = str((config.architectures or [])[0])
     kind = kind_of(config, architecture)
-    fingerprint = fingerprint_of(config, byte_tokenizer([], ""), "none")
+    fingerprint_of(config, byte_tokenizer([], ""), "none")
     makes = AutoModelForCausalLM if kind == "text" else AutoModelForImageTextToText
     try:
         with torch.device("meta"):
@@ -176,10 +176,8 @@ def _taught(config: PretrainedConfig) -> bool:
     except Exception as error:
         raise NotJudged(f"transformers makes no model of its defaults ({summary(error)})") from error
     fit_memory(network, architecture)
-    D = fingerprint.head_dim
-    sizes = (fingerprint.num_layers, 0, fingerprint.num_kv_heads, D, fingerprint.value_dim or D)
     try:
-        Backbone(network, None, *sizes, fingerprint.hidden_size).require_full_attention()
+        Backbone.of(network, None).require_full_attention()
     except UnsupportedModel:
         return False
     return True

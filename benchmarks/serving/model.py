@@ -80,16 +80,4 @@ def without_weights(model: Path) -> Backbone:
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         network = AutoModelForImageTextToText.from_config(config)
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return Backbone(
-        model=network,
-        processor=AutoProcessor.from_pretrained(model),
-        num_layers=text.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        value_dim=head_dim,
-        hidden_size=text.hidden_size,
-    )
+    return Backbone.of(network, AutoProcessor.from_pretrained(model))

@@ -18,7 +18,6 @@ from ..bundle import BackboneFingerprint
 from ..bundle.metadata import first_problem
 from ..errors import UnsupportedModel
 from .checkpoints import load_config, load_tokenizer, summary
-from .latents import is_latent, key_size, value_size
 from .memory_layers import memory_heads, memory_layers
 from .weights import weights_digest
 
@@ -50,14 +49,14 @@ def fingerprint_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
     """
     text, name = config.get_text_config(decoder=True), config.name_or_path or config.model_type
     try:
-        layers, heads = memory_layers(text), None if is_latent(text) else memory_heads(text)
+        layers, heads = memory_layers(text), memory_heads(text)
         return BackboneFingerprint(
             # The same wrapper around another language model is another backbone.
             architecture=f"{(config.architectures or [])[0]}/{text.model_type}",
             num_layers=len(layers),
-            num_kv_heads=1 if heads is None else heads.num_kv_heads,
-            head_dim=key_size(text) if heads is None else heads.head_dim,
-            value_dim=value_size(text) if heads is None else None,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            value_dim=None if heads.value_dim == heads.head_dim else heads.value_dim,
             hidden_size=text.hidden_size,
             rope=_canonical(getattr(text, "rope_parameters", None) or {}),
             norm=_canonical({"eps": _norm_eps(text)}),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import UnsupportedModel
+from .latents import is_latent, key_size, value_size
 
 WITH_ATTENTION: Final = frozenset(
     {
@@ -50,6 +51,7 @@ class Heads:
     num_heads: int  # H
     num_kv_heads: int  # J
     head_dim: int  # D
+    value_dim: int  # V, which is D but for latents (MLA), one head of which all query heads read
 
     def __str__(self) -> str:
         return f"{self.num_heads} heads and {self.num_kv_heads} KV heads of {self.head_dim}"
@@ -76,7 +78,7 @@ def memory_layers(text: Any) -> tuple[int, ...]:
 
 
 def memory_heads(text: Any) -> Heads:
-    """Of the layers of `memory_layers`, which are not latent ones. Raises UnsupportedModel as it does."""
+    """Of the layers of `memory_layers`. Raises UnsupportedModel as it does."""
     return _heads(text, memory_layers(text)[0])
 
 
@@ -88,11 +90,13 @@ def have_other_heads(text: Any) -> bool:
 
 def _heads(text: Any, number: int) -> Heads:
     """Of one layer."""
+    if is_latent(text):
+        return Heads(text.num_attention_heads, 1, key_size(text), value_size(text))
     own = text.per_layer_config[number] if getattr(text, "is_heterogeneous", False) else text
     of_each = getattr(text, "num_attention_heads_per_layer", None)
     heads = of_each[number] if of_each else own.num_attention_heads
     head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-    return Heads(heads, getattr(own, "num_key_value_heads", None) or heads, head_dim)
+    return Heads(heads, getattr(own, "num_key_value_heads", None) or heads, head_dim, head_dim)
 
 
 def layers_with_attention(kinds: Sequence[str] | None, num_layers: int) -> tuple[int, ...]:

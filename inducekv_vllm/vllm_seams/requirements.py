@@ -141,10 +141,8 @@ def check_cpu_states(kv_cache: KVCacheConfig, config: VllmConfig) -> None:
                 f"vLLM answers wrongly on CPUs with --prefix-match-unit {config.cache_config.prefix_match_unit}, which "
                 f"is not a whole block of states ({spec.block_size} tokens): start without it"
             )
-        step, is_mamba_2 = (
-            config.scheduler_config.max_num_batched_tokens,
-            spec.mamba_type is MambaAttentionBackendEnum.MAMBA2,
-        )
+        step = config.scheduler_config.max_num_batched_tokens
+        is_mamba_2 = spec.mamba_type is MambaAttentionBackendEnum.MAMBA2
         if is_mamba_2 and spec.mamba_cache_mode == "align" and step > spec.block_size:
             raise UnsupportedModel(
                 "vLLM's Mamba 2 on CPUs ends with an error when a block of states ends within a step: start with "

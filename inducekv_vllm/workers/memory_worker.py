@@ -30,8 +30,7 @@ from ..attention.resident_bundle import ResidentBundle, kv_heads_of_rank
 from ..attention.resident_gate import ResidentGate
 from ..attention.slots import Slots
 from ..backbone.fingerprint import backbone_fingerprint
-from ..backbone.latents import value_size
-from ..backbone.memory_layers import layer_kinds, layers_with_attention, memory_layers
+from ..backbone.memory_layers import Heads, layer_kinds, layers_with_attention, memory_layers
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, QuestionWords, StoredFacts
@@ -107,7 +106,7 @@ class MemoryWorker(Worker):
 
     def _allocate_memory(self) -> None:
         """Allocate the pool and the tables of slots, before vLLM measures the memory that is left for the KV cache."""
-        heads, ranks = served_heads(self.model_config), self.parallel_config.tensor_parallel_size
+        heads, ranks = self._all_ranks, self.parallel_config.tensor_parallel_size
         kv_heads = max(1, heads.num_kv_heads // ranks)
         shape = PoolShape(
             entries=self.settings.memory_pool_entries,
@@ -115,7 +114,7 @@ class MemoryWorker(Worker):
             num_kv_heads=kv_heads,
             heads_per_kv_head=heads.num_heads // ranks // kv_heads,
             head_size=heads.head_dim,
-            value_size=self._value_size,
+            value_size=heads.value_dim,
         )
         dtype = dtype_of(self.model_config)
         # vLLM reports finished requests one step late, so twice as many requests as can run may hold a slot.
@@ -167,8 +166,8 @@ class MemoryWorker(Worker):
 
     def _all_heads(self, features: Tensor) -> Tensor:
         """Features [F] of all KV heads, from those of this rank's heads."""
-        heads, size = self._heads(), self._value_size
-        found = features.new_zeros(self._num_kv_heads * size)
+        heads, size = self._heads(), self._all_ranks.value_dim
+        found = features.new_zeros(self._all_ranks.num_kv_heads * size)
         if self._is_first_of_heads():
             found[heads.start * size : heads.stop * size] = features
         return tensor_model_parallel_all_reduce(found)
@@ -176,33 +175,23 @@ class MemoryWorker(Worker):
     def _heads(self) -> slice:
         """The KV heads of this rank."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return kv_heads_of_rank(self._num_kv_heads, rank, ranks)
+        return kv_heads_of_rank(self._all_ranks.num_kv_heads, rank, ranks)
 
     def _is_first_of_heads(self) -> bool:
         """Of the ranks that have the same heads."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return rank % max(1, ranks // self._num_kv_heads) == 0
+        return rank % max(1, ranks // self._all_ranks.num_kv_heads) == 0
 
-    @property
-    def _num_kv_heads(self) -> int:
-        """Of all ranks; latents are one head, which each of them has."""
-        return served_heads(self.model_config).num_kv_heads
-
-    @property
-    def _value_size(self) -> int:
-        """V"""
-        if self.model_config.use_mla:
-            return value_size(self.model_config.hf_text_config)
-        return served_heads(self.model_config).head_dim
+    @cached_property
+    def _all_ranks(self) -> Heads:
+        """The heads of all ranks; latents are one head, which each of them has."""
+        return served_heads(self.model_config)
 
     @cached_property
     def _attention_layers(self) -> tuple[int, ...]:
         """The numbers of the served model's layers with attention."""
-        kinds, num_layers = (
-            layer_kinds(self.model_config.hf_text_config),
-            self.model_config.get_num_layers(self.parallel_config),
-        )
-        return layers_with_attention(kinds, num_layers)
+        num_layers = self.model_config.get_num_layers(self.parallel_config)
+        return layers_with_attention(layer_kinds(self.model_config.hf_text_config), num_layers)
 
     @cached_property
     def _memory_layers(self) -> tuple[int, ...]:

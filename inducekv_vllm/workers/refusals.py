@@ -47,12 +47,10 @@ def check_bundle(
 
 def served_heads(model: ModelConfig) -> Heads:
     """The heads of all ranks in the layers that memory acts in, as vLLM counts them; latents are one head."""
-    if model.use_mla:
-        return Heads(model.model_arch_config.total_num_attention_heads, 1, model.get_head_size())
-    if have_other_heads(model.hf_text_config):
+    if model.use_mla or have_other_heads(model.hf_text_config):
         return memory_heads(model.hf_text_config)
-    heads = model.model_arch_config.total_num_attention_heads
-    return Heads(heads, model.get_total_num_kv_heads(), model.get_head_size())
+    heads, size = model.model_arch_config.total_num_attention_heads, model.get_head_size()
+    return Heads(heads, model.get_total_num_kv_heads(), size, size)
 
 
 def check_maps(shape: OutputMap, model: ModelConfig, parallel: ParallelConfig) -> None:

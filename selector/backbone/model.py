@@ -19,8 +19,8 @@ from torch import Tensor
 from inducekv_vllm.backbone.chat import chat_text, picture_mark, takes_parts
 from inducekv_vllm.backbone.checkpoints import Kind, kind_of
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
-from inducekv_vllm.backbone.latents import is_latent, key_size, value_size
-from inducekv_vllm.backbone.memory_layers import Heads, memory_heads
+from inducekv_vllm.backbone.latents import is_latent
+from inducekv_vllm.backbone.memory_layers import memory_heads, memory_layers
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
@@ -75,19 +75,23 @@ class Backbone:
         text = network.config.get_text_config(decoder=True)
         # Only the language model; the vision tower keeps its own attention.
         text._attn_implementation = ATTENTION_NAME
-        latent = is_latent(text)
-        heads = Heads(text.num_attention_heads, 1, key_size(text)) if latent else memory_heads(text)
-        attentions = attention_layers(network)
-        for number, attention in enumerate(attentions):
+        for number, attention in enumerate(attention_layers(network)):
             attention.memory_layer = number  # read in `injection.attention`
+        return cls.of(network, processor)
+
+    @classmethod
+    def of(cls, network: Any, processor: Any) -> Backbone:
+        """With the sizes that the model's configuration names; raises UnsupportedModel as `memory_layers` does."""
+        text = network.config.get_text_config(decoder=True)
+        heads = memory_heads(text)
         return cls(
             model=network,
             processor=processor,
-            num_layers=len(attentions),
+            num_layers=len(memory_layers(text)),
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
-            value_dim=value_size(text) if latent else heads.head_dim,
+            value_dim=heads.value_dim,
             hidden_size=text.hidden_size,
         )
 
