@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GenerationConfig, PreTrainedTokenizerFast
 
 from benchmarks.chat import same_answer
+from benchmarks.demo.run_demo import ask, gate_is_open
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import read_bundle
@@ -218,23 +219,12 @@ def teach(model: Path, work: Path, steps: int) -> tuple[Path, float]:
         command = ["--model", str(model), "--task", str(files["train"]), "--validation", str(files["validation"])]
         command += ["--base", str(base), "--anchors", str(work / "anchors"), "--output", str(bundle)]
         command += ["--steps", str(steps), "--precision", "float32", "--activation", "generation"]
-        command += ["--allow-worse"]  # facts change answers, not the loss that is compared
         command += ["--previous", str(previous)] if previous else []
         if select(command) != 0:
             raise SystemExit(f"{task} was not taught: see above")
         previous = bundle
     assert previous is not None
     return previous, round(time.perf_counter() - begun, 1)
-
-
-def ask(client: openai.OpenAI, model: str, question: str, *, trace: bool) -> tuple[str, dict[str, Any]]:
-    """The answer, and the server's report on what was used for it."""
-    extra = {"vllm_xargs": {"inducekv_trace": 1}} if trace else None
-    response = client.chat.completions.create(
-        model=model, messages=messages(question), temperature=0.0, max_tokens=8, extra_body=extra
-    )
-    report = ((response.model_extra or {}).get("kv_transfer_params") or {}).get("inducekv") or {}
-    return (response.choices[0].message.content or "").strip(), report
 
 
 def measure(client: openai.OpenAI) -> dict[str, Any]:
@@ -244,12 +234,13 @@ def measure(client: openai.OpenAI) -> dict[str, Any]:
         rows = random.Random(3).sample(base_rows(), 30) if task == "base" else rows_of(task)["test"]
         row = dict.fromkeys(("right without memory", "right with memory", "gate open", "answered by a fact"), 0)
         for question, answer in rows:
-            plain, _ = ask(client, "base", question, trace=False)
-            taught, report = ask(client, "memory", question, trace=True)
-            row["right without memory"] += same_answer(plain, answer)
-            row["right with memory"] += same_answer(taught, answer)
-            row["gate open"] += bool((report.get("gate") or {}).get("open"))
-            row["answered by a fact"] += bool(report.get("facts"))
+            plain = ask(client, "base", messages(question), trace=False)
+            taught = ask(client, "memory", messages(question), trace=True)
+            assert taught.trace is not None
+            row["right without memory"] += same_answer(plain.text, answer)
+            row["right with memory"] += same_answer(taught.text, answer)
+            row["gate open"] += gate_is_open(taught.trace)
+            row["answered by a fact"] += bool(taught.trace["facts"])
         found[task] = {"questions": len(rows), **row}
     return found
 
