@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..backbone.stored_facts import QuestionWords, StoredFacts
+from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle.lookup import BundleIndex
 from ..errors import UnsupportedModel
-from ..gate import TurnMarks
+from ..gate import TurnMarks, WordScores
 from ..retrieval.entry_terms import Form, IntArray, Weighting
 from .ranges import Region
 from .resident_gate import ResidentGate
@@ -49,8 +49,10 @@ class ResidentBundle:
     index: BundleIndex  # on the host
     first_layers: IntArray  # [B], the first layer in which an entry does anything
     gate: ResidentGate | None = None  # beside the pool
-    words: QuestionWords | None = None  # on the first rank's host, of a gate that looks at words
-    facts: StoredFacts | None = None  # on the first rank's host
+    # On the first rank's host: the part of a gate that looks at words, facts, and what reads a question for either.
+    words: WordScores | None = None
+    facts: StoredFacts | None = None
+    reader: FactReader | None = None
     picture_marks: TurnMarks | None = None  # for a bundle whose facts are told apart by pictures, too
 
 

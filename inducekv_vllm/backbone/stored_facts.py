@@ -28,7 +28,7 @@ from ..facts import (
     Strictness,
     StrictnessName,
 )
-from ..gate import TurnMarks, WordScores, deciding_tokens
+from ..gate import TurnMarks, deciding_tokens
 from ..retrieval.entry_terms import FloatArray
 from .checkpoints import load_config, load_tokenizer
 from .fingerprint import fingerprint_of
@@ -135,35 +135,23 @@ class FactReader:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-@dataclass(frozen=True)
-class QuestionWords:
-    """The part of a gate that sees a question's words."""
-
-    scores: WordScores
-    reader: FactReader
-
-    def evidence(self, token_ids: Sequence[int]) -> FloatArray:
-        """[K], of a prompt [T]."""
-        return self.scores.evidence(self.reader.question(token_ids).text)
-
-
 class StoredFacts:
     """See the module docstring."""
 
     def __init__(self, metadata: BundleMetadata, reader: FactReader) -> None:
-        self._facts, self._reader, self._strictness = metadata.facts, reader, metadata.strictness
+        self._facts, self.reader, self._strictness = metadata.facts, reader, metadata.strictness
         self._gate_tasks = frozenset(metadata.gate_tasks)
         self._tasks = {task: _Task(metadata.facts, task) for task in metadata.fact_tasks}
         self._answer = lru_cache(CACHED_ANSWERS)(lambda number: reader.answer(self._facts[number].answer))
 
     def find(
         self,
-        token_ids: Sequence[int],
+        asked: AskedQuestion,
         fact_tasks: Collection[str] = (),
         picture: FloatArray | None = None,
         strictness: StrictnessName | None = None,
     ) -> FactFound | FactMissed | None:
-        """The fact that a prompt [T] asks for, or the nearest: of these tasks, or of those that the gate does not have.
+        """The fact that a prompt asks for, or the nearest: of these tasks, or of those that the gate does not have.
 
         Args:
             fact_tasks: what the gate allows. It has told what is asked there, and the words tell of what.
@@ -171,7 +159,6 @@ class StoredFacts:
                 picture are found, and without, the others.
             strictness: how much the prompt may differ from a stored question (default: the bundle's).
         """
-        asked = self._reader.question(token_ids)
         if asked.has_media and picture is None:
             return None
         now, rule = datetime.now(UTC), STRICTNESS[strictness or self._strictness]
@@ -202,7 +189,7 @@ class StoredFacts:
         answer = self._facts[number].answer
         if not answer.startswith(begun := begun.strip()):
             return FactFound(number, closeness, withheld="the request begins the answer in another way")
-        return FactFound(number, closeness, self._reader.answer(answer[len(begun) :]))
+        return FactFound(number, closeness, self.reader.answer(answer[len(begun) :]))
 
 
 class _Task:

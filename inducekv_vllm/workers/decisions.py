@@ -26,10 +26,12 @@ from torch import Tensor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..attention.memory_attention import MemoryAttention
+from ..backbone.stored_facts import AskedQuestion
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult, QueryFeatures
 from ..facts import FactFound, FactMissed, packed
 from ..forbidden import permitted
+from ..gate import WordScores
 from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
 from ..vllm_seams.runner import StepRows
 from .gate_log import GateLog
@@ -59,11 +61,12 @@ class Deciding:
         return decision if request.bundle is None else replace(decision, seconds=time.perf_counter() - began)
 
     def _decide(self, request: WorkerRequest) -> Decision:
-        features = with_words(request.features.wait(), request)
+        features, asked = request.features.wait(), asked_of(request)
         if request.bundle is None:
             return Decision(Untouched(), picture=None if features.picture is None else packed(features.picture))
         assert request.spec is not None
         index, facts = request.bundle.index, request.bundle.facts
+        features = with_words(features, request.bundle.words, asked)
         lookup = index.lookup(features, request.spec.top_k)
         gate, retrieval = lookup.gate_decision, lookup.retrieval
         if gate is not None and features.evidence is not None:
@@ -71,7 +74,7 @@ class Deciding:
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
         strictness = None if facts is None else request.spec.strictness
-        found = None if facts is None else facts.find(request.prompt, tasks, features.picture, strictness)
+        found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture, strictness)
         return Decision(
             outcome=outcome_of(index, request.spec, lookup, request.prompt, self._placeholders),
             task=gate.task if gate is not None else None,
@@ -84,11 +87,18 @@ class Deciding:
         )
 
 
-def with_words(features: QueryFeatures, request: WorkerRequest) -> QueryFeatures:
-    """With the evidence of the prompt's words behind that of its values, for a gate that looks at words."""
-    if features.evidence is None or request.bundle is None or (words := request.bundle.words) is None:
+def asked_of(request: WorkerRequest) -> AskedQuestion | None:
+    """What a request asks, for a bundle with facts or a gate that looks at words."""
+    if request.bundle is None or request.bundle.reader is None:
+        return None
+    return request.bundle.reader.question(request.prompt)
+
+
+def with_words(features: QueryFeatures, words: WordScores | None, asked: AskedQuestion | None) -> QueryFeatures:
+    """With the evidence of a question's words behind that of its values, for a gate that looks at words."""
+    if features.evidence is None or words is None or asked is None:
         return features
-    return replace(features, evidence=np.concatenate([features.evidence, words.evidence(request.prompt)]))
+    return replace(features, evidence=np.concatenate([features.evidence, words.evidence(asked.text)]))
 
 
 def outcome_of(

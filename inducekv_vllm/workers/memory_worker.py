@@ -33,7 +33,7 @@ from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.memory_layers import Heads, layer_kinds, layers_with_attention, memory_layers
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
-from ..backbone.stored_facts import FactReader, QuestionWords, StoredFacts
+from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle import BackboneFingerprint, read_bundle
 from ..errors import InduceKVError
 from ..vllm_seams.config import InduceKVConfig
@@ -270,12 +270,13 @@ class MemoryWorker(Worker):
         marks = self._fact_reader.marks if bundle.metadata.has_pictures else None
         heads, gate, words = self._heads(), None, None
         if bundle.gate is not None:
-            if (scores := bundle.gate.word_scores) is not None and is_first:
-                words = QuestionWords(scores, self._fact_reader)
+            words = bundle.gate.word_scores if is_first else None
             size = bundle.metadata.backbone.value_size
             gate = ResidentGate.load(bundle.gate, heads, size, self._is_first_of_heads(), self._device)
         bundle = in_served_order(bundle, self.model_runner.get_model())
-        return replace(self.pool.store(bundle, heads, gate), words=words, facts=facts, picture_marks=marks)
+        reader = None if words is None and facts is None else self._fact_reader
+        resident = self.pool.store(bundle, heads, gate)
+        return replace(resident, words=words, facts=facts, reader=reader, picture_marks=marks)
 
     def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
         """Drop a bundle, or its load. Running requests keep its memory until they end."""

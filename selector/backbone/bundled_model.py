@@ -151,7 +151,7 @@ class BundledModel:
         if self.bundle.metadata.has_pictures:
             pictures = picture_states(self.backbone, prompts, turn_marks(self.backbone.processor))
         return [
-            self.facts.find(prompt["input_ids"][0].tolist(), allowed, picture)
+            self.facts.find(self.facts.reader.question(prompt["input_ids"][0].tolist()), allowed, picture)
             for prompt, allowed, picture in zip(prompts, tasks, pictures, strict=True)
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from inducekv_vllm.backbone.stored_facts import StoredFacts
+from inducekv_vllm.backbone.stored_facts import AskedQuestion, StoredFacts
 from inducekv_vllm.bundle import FactRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import UnknownFact
 from inducekv_vllm.frontend.offline import MemoryAnswer
@@ -252,10 +252,10 @@ def test_a_search_that_raises_ends_its_own_request(facts: Facts, monkeypatch: py
         facts.teach(name, [fact(city, task="c") for city in CITIES], bundle)
     find = StoredFacts.find
 
-    def raise_for_lima(self: StoredFacts, token_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        if "Lima" in facts.reader.question(token_ids).text:
+    def raise_for_lima(self: StoredFacts, asks: AskedQuestion, *args: Any, **kwargs: Any) -> Any:
+        if "Lima" in asks.text:
             raise KeyError("lima")
-        return find(self, token_ids, *args, **kwargs)
+        return find(self, asks, *args, **kwargs)
 
     names = ["raises", "raises in the pass", "raises after it"]
     with monkeypatch.context() as patch:

@@ -46,7 +46,7 @@ class Bundle:
         messages = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
         text = self.reader.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = self.reader.tokenizer(text + begun, add_special_tokens=False)["input_ids"]
-        return self.stored.find(ids, **options)
+        return self.stored.find(self.reader.question(ids), **options)
 
     def found(self, *turns: str, **options: Any) -> str | None:
         found = self.find(*turns, **options)

@@ -52,7 +52,7 @@ def write(path: Path, cities: Sequence[str], **changes: Any) -> Path:
 
 def asked(reader: FactReader, bundle: Bundle, question: str) -> list[str]:
     ids = reader.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-    found = StoredFacts(bundle.metadata, reader).find(ids["input_ids"])
+    found = StoredFacts(bundle.metadata, reader).find(reader.question(ids["input_ids"]))
     return [bundle.metadata.facts[found.number].id] if isinstance(found, FactFound) else []
 
 
