@@ -349,8 +349,12 @@ def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: p
     """With an error, and a line in the log if nobody expected it."""
     index = SimpleNamespace(lookup=lambda *given: LookupResult(None, None), next_expiry=lambda: None)
     asked = [Requests(), Requests()]
+    reader = SimpleNamespace(question=lambda prompt: AskedQuestion("a question"))
     for each, found in zip(asked, (raising(error), lambda *given, **options: None), strict=True):
-        each.bundle = SimpleNamespace(gate=None, picture_marks=None, index=index, facts=SimpleNamespace(find=found))
+        facts = SimpleNamespace(find=found)
+        each.bundle = SimpleNamespace(
+            gate=None, picture_marks=None, index=index, words=None, reader=reader, facts=facts
+        )
         each.start("r", [[3, 0, 5], [4, 1]])
     deciding = Deciding({IMAGE}, GateLog())
     first, second = (deciding.decide(request) for each in asked for request in each.step("r", 0, 11))
