@@ -349,7 +349,7 @@ def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: p
     """With an error, and a line in the log if nobody expected it."""
     index = SimpleNamespace(lookup=lambda *given: LookupResult(None, None), next_expiry=lambda: None)
     asked = [Requests(), Requests()]
-    reader = SimpleNamespace(question=lambda prompt: AskedQuestion("a question"))
+    reader = SimpleNamespace(question=lambda prompt: SimpleNamespace(text="a question"))
     for each, found in zip(asked, (raising(error), lambda *given, **options: None), strict=True):
         facts = SimpleNamespace(find=found)
         each.bundle = SimpleNamespace(
