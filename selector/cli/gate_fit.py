@@ -54,7 +54,7 @@ def gate_fit(options: argparse.Namespace) -> int:
     known = {"background": background, "near_misses": near_misses}
     if traffic is None:
         kind = settings.gate_kind or kind_of(gate)
-        fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind)
+        fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, layers=gate.layers)
     else:
         fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed)
     counts = {"base_questions": len(base), "background_requests": len(background)}

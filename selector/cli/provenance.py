@@ -13,7 +13,7 @@ from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.files import audit_chain
 
 from ..runtime.files import require_output
-from .gate_questions import BACKGROUND, read_background_of
+from .gate_questions import BACKGROUND, NEAR_MISSES, read_background_of
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
@@ -52,13 +52,18 @@ def _facts(bundle: Bundle) -> str:
 def _check_forget(options: argparse.Namespace) -> None:
     if not (options.entry or options.source_digest or options.forget_task):
         raise ConfigError("say what to forget: --entry, --source-digest or --task")
-    if bool(options.model) != bool(options.anchors) or ((options.base or options.background) and not options.model):
+    if bool(options.model) != bool(options.anchors) or (_of_a_fit(options) and not options.model):
         raise ConfigError(
-            "to fit the gate again, give --model and --anchors, and --base and --background if it had such questions"
+            "to fit the gate again, give --model and --anchors, and --base, --background and --not if it had such "
+            "questions"
         )
     require_output(options.output)
     if options.output.resolve() == Path(options.path).resolve():
         raise ConfigError(f"--output {options.output} is the bundle itself, which stays as it is: name another file")
+
+
+def _of_a_fit(options: argparse.Namespace) -> bool:
+    return any((options.base, options.background, options.near_misses))
 
 
 def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int]) -> FittedGate | None:
@@ -67,11 +72,11 @@ def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int]) -> F
 
     anchors = AnchorStore(options.anchors).read()  # before the model, which takes longer to load
     base = read_task(options.base) if options.base else []
-    background = read_background_of(options.background)
+    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
 
     from ..update.forget import refitted_gate
 
-    return refitted_gate(load_backbone(options.model), bundle, rows, anchors, base, background)
+    return refitted_gate(load_backbone(options.model), bundle, rows, anchors, base, background, near_misses)
 
 
 def sign(options: argparse.Namespace) -> int:
@@ -116,6 +121,8 @@ def add_commands(
     added.add_argument("--anchors", type=Path, metavar="DIR", help="with --model: the anchor store of the stream")
     added.add_argument("--base", type=Path, help="with --model: the questions that the model answers well by itself")
     added.add_argument("--background", type=Path, metavar="FILE", help=f"with --model: {BACKGROUND}")
+    text = f"with --model: {NEAR_MISSES}"
+    added.add_argument("--not", dest="near_misses", type=Path, metavar="FILE", help=text)
     added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
 
     added = command("sign", sign)

@@ -60,6 +60,7 @@ def fit_gate(
     misses: float | None = None,
     seed: int = 0,
     kind: Kind | None = None,
+    layers: tuple[int, ...] | None = None,
 ) -> FittedGate:
     """A gate that tells the questions of C tasks from each other and from everything else; answers are not used.
 
@@ -71,6 +72,8 @@ def fit_gate(
         misses: share of the tasks' questions that the gate may miss, of those that it was not fitted to; None for the
             default of the gate's kind.
         kind: of the gate (default: see `suitable_kind`).
+        layers: whose values it looks at, ascending; None for those of `layers_of_gate`. A request of a gate that looks
+            at later ones waits longer for its decision, and less memory can join its pass.
 
     Raises:
         ConfigError: classifiers for a model that takes pictures; a task without questions, with everyday requests as
@@ -91,7 +94,7 @@ def fit_gate(
         by_classifiers=by_classifiers,
         seed=seed,
     )
-    marks, layers = turn_marks(backbone.processor), layers_of_gate(backbone.num_layers, backbone.full_layers)
+    marks, layers = turn_marks(backbone.processor), layers or layers_of_gate(backbone.num_layers, backbone.full_layers)
     warnings: tuple[str, ...] = ()
     began = time.monotonic()
     if by_classifiers:

@@ -85,6 +85,7 @@ def refitted_gate(
     anchors: Sequence[Example],
     base: Sequence[Example],
     background: Sequence[Example] = (),
+    near_misses: Sequence[Example] = (),
 ) -> FittedGate | None:
     """A gate for the tasks that are left, fitted to their anchors alone; None for a bundle without a gate.
 
@@ -94,8 +95,8 @@ def refitted_gate(
     Raises:
         FingerprintMismatch: the bundle was made for another backbone.
         BundleError: the bundle's tasks have adapters.
-        ConfigError: there are no anchors of a task, no base questions or background requests although the gate was
-            fitted to some, or no gate can tell the tasks apart.
+        ConfigError: there are no anchors of a task, no base questions, background requests or near-misses although the
+            gate was fitted to some, or no gate can tell the tasks apart.
         TaskDataError: a base question is one of a task's.
     """
     metadata = bundle.metadata
@@ -108,6 +109,8 @@ def refitted_gate(
         raise ConfigError("the gate was fitted to base questions too, and would let them in without: give --base")
     if metadata.settings.get("background_requests") and not background:
         raise ConfigError("the gate was fitted to background requests of yours too: give --background")
+    if metadata.settings.get("near_misses") and not near_misses:
+        raise ConfigError("the gate was fitted to near-misses too, and would let them in without: give --not")
     gone = set(rows)
     left = [entry for row, entry in enumerate(metadata.entries) if row not in gone]
     forgotten = {metadata.entries[row].source_digest for row in gone} - {entry.source_digest for entry in left}
@@ -117,7 +120,8 @@ def refitted_gate(
         if not examples:
             raise ConfigError(f"the gate cannot be fitted again: there are no anchors of the task {task!r}")
         own[task] = examples
-    check_questions(own, background, base)
+    known = {"background": background, "near_misses": near_misses}
+    check_questions(own, base=base, **known)
     misses, seed = metadata.settings.get("gate_misses"), int(metadata.settings.get("seed", 0))
-    kind = kind_of(bundle.gate)
-    return fit_gate(backbone, own, base, background=background, misses=misses, seed=seed, kind=kind)
+    kind, layers = kind_of(bundle.gate), bundle.gate.layers
+    return fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, layers=layers)

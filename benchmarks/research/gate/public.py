@@ -71,8 +71,8 @@ def run(options: argparse.Namespace) -> None:
         options.seeds, options.examples, options.tasks, options.sets
     ):
         key = {"set": name, "tasks": num_tasks, "examples": examples, "seed": seed, "half": options.half}
-        key |= {"near_misses": options.near_misses, "traffic": options.traffic}
-        cell = next((cell for cell in cells if key.items() <= {"traffic": 0, **cell}.items()), None)
+        key |= {"near_misses": options.near_misses, "traffic": options.traffic, "layers": options.layers}
+        cell = next((cell for cell in cells if key.items() <= {"traffic": 0, "layers": None, **cell}.items()), None)
         bundle = data.bundle(name, num_tasks, examples, seed)
         if bundle is None:
             continue
@@ -105,7 +105,8 @@ def measure(
     if GATE not in known:
         given = bundle.more_siblings[: options.near_misses]
         traffic = bundle.more_elsewhere[: options.traffic]
-        yield GATE, _of_gate(bundle, backbone, asked, given, traffic, options.misses, seed)
+        layers = None if options.layers is None else tuple(options.layers)
+        yield GATE, _of_gate(bundle, backbone, asked, given, traffic, options.misses, layers, seed)
     if not known - {GATE} and not options.gate_alone:
         for rival, scores in rival_scores(bundle, asked, states).items():
             took = {"fit_seconds": round(scores.seconds, 2), "decision_ms": round(scores.milliseconds, 3)}
@@ -119,6 +120,7 @@ def _of_gate(
     given: Sequence[str],
     traffic: Sequence[str],
     misses: float | None,
+    layers: tuple[int, ...] | None,
     seed: int,
 ) -> dict[str, Any]:
     own = {task.name: [example(text, task.name) for text in task.train] for task in bundle.tasks}
@@ -126,7 +128,7 @@ def _of_gate(
     near_misses = [example(text, "near-miss") for text in given]
     background = [example(text, "traffic") for text in traffic]
     known = {"background": background, "near_misses": near_misses}
-    fitted = fit_gate(backbone, own, [], **known, misses=misses, seed=seed, kind="classifiers")
+    fitted = fit_gate(backbone, own, [], **known, misses=misses, seed=seed, kind="classifiers", layers=layers)
     gate, seconds = fitted.gate, time.perf_counter() - began
     around = wrapped([text for task in bundle.tasks for text in task.test], seed)
     evidence = evidence_of(backbone, gate, [example(text, "asked") for text in (*asked, *around)]).numpy()  # [n + o, H]
@@ -208,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--half", choices=("choose", "report"), default="report", help="of the requests (default: %(default)s)")
     add("--misses", type=float, help="of own questions (default: that of `fit_gate`)")
+    add("--layers", nargs="+", type=int, help="that the gate looks at (default: those of `fit_gate`)")
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--gate-alone", action="store_true", help="without the rivals")
     alone.add_argument("--rivals-alone", action="store_true", help="without the gate")

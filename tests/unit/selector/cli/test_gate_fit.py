@@ -105,10 +105,10 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
     settings = {"gate_misses": 0.05, "base_questions": 12, "background_requests": 5}
     assert_all_but_the_gate_is_kept(bundle, after, settings)
     own = {task: read_task(files.tasks[task]) for task in ("colours", "counts")}
-    expected = fit_gate(
-        llava, own, read_task(files.tasks["base"]), background=read_background(background), misses=0.05, seed=4
-    )
     assert after.gate is not None
+    assert bundle.gate is not None
+    known, layers = {"background": read_background(background)}, bundle.gate.layers
+    expected = fit_gate(llava, own, read_task(files.tasks["base"]), **known, misses=0.05, seed=4, layers=layers)
     for name, tensor in expected.gate.tensors().items():
         assert torch.equal(after.tensors()[name], tensor), name
 

@@ -123,7 +123,8 @@ def test_the_gate_is_fitted_again_without_what_is_forgotten(llava: Backbone, tmp
     everything = [example for examples in anchors.values() for example in examples]
     fitted = refitted_gate(backbone, bundle, rows, everything, base)
     own = {"a": anchors["a"][1:], "c": anchors["c"]}  # not the example of the forgotten entry
-    expected = fit_gate(backbone, own, base, misses=0.2, seed=5)
+    assert bundle.gate is not None
+    expected = fit_gate(backbone, own, base, misses=0.2, seed=5, layers=bundle.gate.layers)
     assert fitted is not None
     assert fitted.gate.tasks == ("a", "c")
     assert fitted.prices == expected.prices
@@ -137,10 +138,14 @@ def test_the_gate_is_fitted_again_without_what_is_forgotten(llava: Backbone, tmp
         refitted_gate(backbone, bundle, rows, everything, [*base, anchors["a"][1]])
     with pytest.raises(ConfigError, match=r"fitted to base questions too.*--base"):
         refitted_gate(backbone, bundle, rows, everything, [])
-    asked = with_entries(
-        replace(bundle, metadata=bundle.metadata.model_copy(update={"settings": {"background_requests": 3}})),
-        bundle.metadata.entries,
-    )
-    with pytest.raises(ConfigError, match=r"fitted to background requests of yours too: give --background"):
-        refitted_gate(backbone, asked, rows, everything, base)
+    for fitted_to, expected_error in (
+        ("background_requests", r"fitted to background requests of yours too: give --background"),
+        ("near_misses", r"fitted to near-misses too.*--not"),
+    ):
+        asked = with_entries(
+            replace(bundle, metadata=bundle.metadata.model_copy(update={"settings": {fitted_to: 3}})),
+            bundle.metadata.entries,
+        )
+        with pytest.raises(ConfigError, match=expected_error):
+            refitted_gate(backbone, asked, rows, everything, base)
     assert refitted_gate(backbone, remade(random_bundle()), [0], everything, base) is None
