@@ -4,6 +4,7 @@
     peft.py        an adapter folder of PEFT
     cartridge.py   a file of HazyResearch's Cartridges
     torch_file.py  a file of `torch.save`, read without running anything in it
+    source.py      what each of them is before the model is there
     prefix.py      keys and values of tokens in front of a request, as memory at position 0 has them
     bundle.py      the bundle
 

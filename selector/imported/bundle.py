@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from inducekv_vllm.backbone.checkpoints import load_config
 from inducekv_vllm.bundle import Bundle, EntryRecord, PayloadDtype
 from inducekv_vllm.errors import BundleError
 
 from ..backbone.model import Backbone
 from ..update.settings import IMPORTED
-from .prefix import Prefix
+from .prefix import Prefix, require_distances
+from .source import Source
 
 
-def bundle_of(
-    backbone: Backbone,
-    prefix: Prefix,
-    *,
-    task: str,
-    source_digest: str,
-    settings: dict[str, Any],
-    dtype: PayloadDtype = "float16",
-) -> Bundle:
-    """Merged memory of weight 1, without calibration or gate.
+def import_source(backbone: Backbone, source: Source, *, task: str, dtype: PayloadDtype | None = None) -> Bundle:
+    """Merged memory of one entry of weight 1, without calibration or gate.
+
+    Args:
+        task: the name of the entry and of its task.
+        dtype: of the keys and values (default: that of the checkpoint, so that they are as exact as a cache of them).
 
     Raises:
-        BundleError: a number is not finite, or beyond what `dtype` holds.
+        UnsupportedModel: the memory would not be exact with this model.
+        BundleError, TaskDataError: the source does not fit the model, is damaged, or has numbers beyond `dtype`.
     """
-    for name, tensor in (("keys", prefix.keys), ("values", prefix.values)):
-        largest, limit = float(tensor.abs().max()), torch.finfo(getattr(torch, dtype)).max
-        if not largest <= limit:
-            raise BundleError(
-                f"the {name} reach {largest:.4g}, and a bundle of {dtype} holds numbers up to {limit:.4g}"
-            )
+    require_distances(backbone)
+    prefix, dtype = source.prefix(backbone), dtype or _dtype_of(backbone)
+    _check_range(prefix, dtype)
     L, d = backbone.num_layers, backbone.hidden_size
     return Bundle.create(
         retrieval_keys=torch.full((1, d), d**-0.5),  # there is nothing to choose from
@@ -44,9 +38,25 @@ def bundle_of(
         layer_bias=torch.zeros(L),
         backbone=backbone.fingerprint,
         budget=1,
-        entries=(EntryRecord(id=task, task=task, source_digest=source_digest),),
+        entries=(EntryRecord(id=task, task=task, source_digest=source.digest),),
         weighting="uniform",
         recipe=IMPORTED,
-        settings=settings,
+        settings=source.settings,
         payload_dtype=dtype,
     )
+
+
+def _dtype_of(backbone: Backbone) -> PayloadDtype:
+    """float16 for a checkpoint of 16 bits: a cache of bfloat16 has fewer digits."""
+    config, _ = load_config(backbone.model.config.name_or_path)
+    dtype = config.dtype or config.get_text_config(decoder=True).dtype
+    return "float32" if dtype is torch.float32 else "float16"
+
+
+def _check_range(prefix: Prefix, dtype: PayloadDtype) -> None:
+    limit = torch.finfo(getattr(torch, dtype)).max
+    for name, tensor in (("keys", prefix.keys), ("values", prefix.values)):
+        if not (largest := float(tensor.abs().max())) <= limit:
+            raise BundleError(
+                f"the {name} reach {largest:.4g}, and a bundle of {dtype} holds numbers up to {limit:.4g}"
+            )

@@ -18,14 +18,21 @@ from inducekv_vllm.errors import BundleError
 
 from ..backbone.model import Backbone
 from .prefix import Prefix, moved
+from .source import Source, sha256_of
 from .torch_file import float_tensor, read_torch_file
 
 TRAINED: Final = "trainable"
 FROZEN: Final = ("frozen", "fixed")  # of tokens in front of the trained ones; "fixed" in files of its first version
 
 
-def read_cartridge(path: Path) -> Mapping[str, Any]:
-    """The tensors of a file by its four names, unchecked. Raises BundleError: it is no cartridge."""
+def cartridge_source(path: Path) -> Source:
+    """Raises BundleError: it cannot be read, or is no cartridge."""
+    cartridge = _read(path)
+    return Source(sha256_of(path), {"source": "cartridge"}, lambda backbone: _prefix(backbone, cartridge, str(path)))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """The tensors of a file by its four names, unchecked."""
     found = read_torch_file(path, nn.ParameterList)
     if not isinstance(found, Mapping) or f"{TRAINED}_keys" not in found:
         names = ", ".join(map(repr, found))[:200] if isinstance(found, Mapping) else type(found).__name__
@@ -33,7 +40,7 @@ def read_cartridge(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def import_cartridge(backbone: Backbone, cartridge: Mapping[str, Any], source: str) -> Prefix:
+def _prefix(backbone: Backbone, cartridge: Mapping[str, Any], source: str) -> Prefix:
     """The prefix of its p tokens.
 
     Raises:

@@ -24,6 +24,7 @@ from inducekv_vllm.errors import BundleError
 
 from ..backbone.model import Backbone
 from .prefix import Prefix, computed, moved
+from .source import Source, sha256_of
 from .torch_file import float_tensor, read_torch_file
 
 OF_CACHE: Final = ("PREFIX_TUNING", "CARTRIDGE")
@@ -42,7 +43,6 @@ class Adapter:
     kind: str  # its peft_type
     tokens: int  # p
     config: dict[str, Any]
-    digest: str  # sha256 over configuration and weights
 
     @property
     def base(self) -> str:
@@ -50,18 +50,16 @@ class Adapter:
         return str(self.config.get("base_model_name_or_path") or "")
 
 
-def read_adapter(folder: Path) -> Adapter:
-    """Read what an adapter is, without its weights.
+def peft_source(folder: Path) -> Source:
+    """The folder of an adapter; its weights are read later.
 
     Raises:
         BundleError: a file is missing or unreadable, or it is another kind of adapter, whose memory would not be exact.
     """
     path = folder / CONFIG
     try:
-        raw, weights = _content(path), _weights_of(folder)
-        config: Any = json.loads(raw)
-        with weights.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
+        config: Any = json.loads(_content(path))
+        digests = [sha256_of(each) for each in (path, _weights_of(folder))]
     except OSError as error:
         raise BundleError(f"{folder}: cannot read the adapter: {error.strerror}: {error.filename}") from error
     except ValueError as error:
@@ -72,11 +70,14 @@ def read_adapter(folder: Path) -> Adapter:
     tokens = config.get("num_virtual_tokens")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MAX_TOKENS:
         raise BundleError(f"{path}: num_virtual_tokens must be a whole number from 1 to {MAX_TOKENS}, found {tokens!r}")
-    return Adapter(folder, config["peft_type"], tokens, config, hashlib.sha256(raw + digest).hexdigest())
+    adapter = Adapter(folder, config["peft_type"], tokens, config)
+    digest = hashlib.sha256("".join(digests).encode()).hexdigest()
+    settings = {"source": adapter.kind, "base": Path(adapter.base).name}
+    return Source(digest, settings, lambda backbone: _prefix(backbone, adapter), adapter.base)
 
 
-def import_adapter(backbone: Backbone, adapter: Adapter) -> Prefix:
-    """The prefix of its p virtual tokens.
+def _prefix(backbone: Backbone, adapter: Adapter) -> Prefix:
+    """Of its p virtual tokens.
 
     Raises:
         BundleError: it was trained for a model of another geometry, or its weights are damaged.

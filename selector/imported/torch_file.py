@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import zipfile
 from pathlib import Path
@@ -35,11 +34,6 @@ def read_torch_file(path: Path, *allowed: Any) -> Any:
         raise BundleError(f"{path}: holds something else than tensors, which is not run: {_reason(error)}") from error
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError) as error:
         raise BundleError(f"{path}: damaged: {str(error).splitlines()[0] if str(error) else error!r}") from error
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def float_tensor(found: Any, shape: tuple[int, ...], name: str) -> Tensor:
