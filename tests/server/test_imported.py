@@ -10,7 +10,6 @@ from typing import Any
 import openai
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.server_process import serving
 from selector.backbone.model import Backbone
@@ -69,9 +68,11 @@ def qwen(admin_key: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("qwen")
     model = save_tiny_qwen3_vl(folder / "model")
     arguments = [str(model), *FLAGS, "--served-model-name", "base", "--memory-root", str(folder)]
-    with serving(arguments, folder / "log", {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER}) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
-            yield Side(model, Backbone.load(model), client, Bundles(url), folder)
+    with (
+        serving(arguments, folder / "log", {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER}) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client,
+    ):
+        yield Side(model, Backbone.load(model), client, Bundles(url), folder)
 
 
 def check_text(side: Side, prompt: Prompt) -> None:
