@@ -57,11 +57,6 @@ def footprint_bytes(B: int, d: int, L: int, J: int, m: int, D: int, V: int | Non
     return B * FLOAT16_BYTES * (d + L * J * m * (D + (D if V is None else V)))
 
 
-def map_bytes(B: int, L: int, J: int, r: int, width: int) -> int:
-    """Bytes of B entries' maps in float16: [r, width] and [width, r] for each layer and KV head."""
-    return B * 2 * FLOAT16_BYTES * L * J * r * width
-
-
 def prototypes_of(num_tasks: int) -> int:
     """P of the gate that the selector fits to so many tasks."""
     return max(PROTOTYPES, PROTOTYPES_A_TASK * num_tasks)

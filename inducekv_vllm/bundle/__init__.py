@@ -20,6 +20,7 @@ from .metadata import (
     FactRecord,
     GateRecord,
     OutputMap,
+    PayloadDtype,
     Record,
 )
 from .signature import Signature, read_private_key, read_public_key, require_signature, sign_digest
@@ -53,6 +54,7 @@ __all__ = [
     "GateRecord",
     "MagnitudeLimits",
     "OutputMap",
+    "PayloadDtype",
     "Record",
     "Signature",
     "bundle_digest",

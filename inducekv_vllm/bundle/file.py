@@ -26,7 +26,7 @@ from ..files.whole import replacing
 from ..pace import rest
 from .metadata import FORMAT_VERSION, BackboneFingerprint, BundleMetadata, check_metadata, first_problem
 from .signature import Signature
-from .tensors import DTYPES, Bundle, check_shapes, check_structure, check_values, expected_shapes, require_backbone
+from .tensors import Bundle, check_shapes, check_structure, check_values, dtypes_of, expected_shapes, require_backbone
 
 METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 24 * 2**20
@@ -181,7 +181,7 @@ def _require_version(text: str, source: str) -> None:
 
 def _check_header(header: dict[str, Any], metadata: BundleMetadata, start_bytes: int, size: int, source: str) -> None:
     """Check the tensors' names, dtypes and shapes and the file's size, before any tensor is read."""
-    shapes = expected_shapes(metadata)
+    shapes, dtypes = expected_shapes(metadata), dtypes_of(metadata)
     names = set(header) - {"__metadata__"}
     if missing := set(shapes) - names:
         raise BundleError(f"{source}: tensors are missing: {', '.join(sorted(missing))}")
@@ -189,12 +189,12 @@ def _check_header(header: dict[str, Any], metadata: BundleMetadata, start_bytes:
         raise BundleError(f"{source}: unknown tensors: {', '.join(sorted(unknown)):.200}")
     for name, shape in shapes.items():
         entry = header[name] if isinstance(header[name], dict) else {}
-        dtype = _SAFETENSORS_DTYPES[DTYPES[name]]
+        dtype = _SAFETENSORS_DTYPES[dtypes[name]]
         if (entry.get("dtype"), entry.get("shape")) != (dtype, list(shape)):
             named = entry.get("dtype")
             found = f"{f'{named:.20}' if isinstance(named, str) else shown(named)} {shown(entry.get('shape'))}"
             raise BundleError(f"{source}: {name} must be {dtype} {list(shape)}, found {found}")
-    expected = start_bytes + sum(math.prod(shape) * DTYPES[name].itemsize for name, shape in shapes.items())
+    expected = start_bytes + sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
     if size != expected:
         problem = "truncated" if size < expected else "trailing bytes"
         raise BundleError(f"{source}: {problem}: expected {expected} bytes, found {size}")

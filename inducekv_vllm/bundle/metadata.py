@@ -28,6 +28,7 @@ FORMAT_VERSION: Final = 1
 MAX_WORDINGS: Final = 32  # of a fact's question, beside the question
 MAX_WORDING_BYTES: Final = 100
 MAX_ID: Final = 256  # characters; traces and audit chains repeat the ids of the entries that each answer has used
+PayloadDtype = Literal["float16", "float32"]
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
 
@@ -186,6 +187,8 @@ class BundleMetadata(BaseModel):
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m
+    # Of keys and values; "float16" is not written: digests and bytes stay.
+    payload_dtype: PayloadDtype = Field(default="float16", exclude_if=lambda dtype: dtype == "float16")
     # [B]; at least one, unless there are task adapters or facts. Only the first wrong one is told: all would take long.
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     weighting: Weighting
@@ -286,7 +289,7 @@ def _duplicate(names: Sequence[str]) -> str | None:
 def _check_form(metadata: BundleMetadata, name: str) -> None:
     if metadata.output_map is not None:
         _check_output_map(metadata, metadata.output_map, name)
-    weightings = ("prior", "uniform") if metadata.form == "decoupled" else ("sqrt", "prior")
+    weightings = ("prior", "uniform") if metadata.form == "decoupled" else ("sqrt", "prior", "uniform")
     if metadata.weighting not in weightings:
         raise BundleError(
             f"{name}: {metadata.form} memory needs the weighting {' or '.join(weightings)}, "

@@ -34,6 +34,7 @@ from .metadata import (
     FactRecord,
     GateRecord,
     OutputMap,
+    PayloadDtype,
     check_metadata,
     first_problem,
 )
@@ -70,6 +71,7 @@ DTYPES = {
     "map_in": torch.float16,
     "map_out": torch.float16,
 }
+PAYLOADS = ("payload_keys", "payload_values")
 # The tensors that have something of each entry, and which of their dimensions are the entries.
 ENTRY_AXES = MappingProxyType({"retrieval_keys": 0, "payload_keys": 1, "payload_values": 1, "map_in": 1, "map_out": 1})
 
@@ -193,8 +195,8 @@ class Bundle:
     """One memory. `Bundle.create` computes its digest, so the tensors must not change afterwards."""
 
     retrieval_keys: Tensor  # [B, d] float16, unit norm
-    payload_keys: Tensor  # [L, B, J, m, D] float16, before RoPE
-    payload_values: Tensor  # [L, B, J, m, V] float16
+    payload_keys: Tensor  # [L, B, J, m, D] float16 or float32, as at position 0
+    payload_values: Tensor  # [L, B, J, m, V] float16 or float32
     temperature: Tensor  # [] float32, tau > 0
     value_gates: Tensor  # [L] float32; in (0, 1] if merged, any finite number if decoupled
     layer_bias: Tensor  # [L] float32, added to every memory logit of the layer
@@ -231,6 +233,7 @@ class Bundle:
         map_out: Tensor | None = None,
         facts: tuple[FactRecord, ...] = (),
         strictness: StrictnessName = "normal",
+        payload_dtype: PayloadDtype = "float16",
     ) -> Bundle:
         """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
 
@@ -262,6 +265,7 @@ class Bundle:
                 output_map=_output_map(map_in),
                 facts=facts,
                 strictness=strictness,
+                payload_dtype=payload_dtype,
             )
         except ValidationError as error:
             raise BundleError(f"bundle metadata: {first_problem(error)}") from error
@@ -273,7 +277,8 @@ class Bundle:
             "value_gates": value_gates,
             "layer_bias": layer_bias,
         }
-        stored: dict[str, Any] = {name: _stored(t, DTYPES[name]) for name, t in (tensors | maps).items()}
+        dtypes = dtypes_of(metadata)
+        stored: dict[str, Any] = {name: _stored(t, dtypes[name]) for name, t in (tensors | maps).items()}
         bundle = cls(**stored, metadata=metadata, gate=None if gate is None else gate.stored())
         check_structure(bundle, "bundle")
         return with_entries(bundle, entries)
@@ -343,7 +348,7 @@ class Bundle:
         names = [name for name in ENTRY_AXES if name in later.tensors()]
         if not self.num_entries:
             entries = {name: later.tensors()[name] for name in names}
-            shape = {"payload_tokens": new.payload_tokens, "output_map": new.output_map}
+            shape = {name: getattr(new, name) for name in ("payload_tokens", "payload_dtype", "output_map")}
             return self.next(**entries, **shape, entries=new.entries, activations=new.activations, **changes)
         try:
             both = {name: torch.cat([self.tensors()[name], later.tensors()[name]], ENTRY_AXES[name]) for name in names}
@@ -485,6 +490,11 @@ def _output_map(map_in: Tensor | None) -> OutputMap | None:
     return OutputMap(rank=map_in.shape[3], width=map_in.shape[4])
 
 
+def dtypes_of(metadata: BundleMetadata) -> dict[str, torch.dtype]:
+    """Return the type that each tensor must have according to the metadata."""
+    return DTYPES | dict.fromkeys(PAYLOADS, getattr(torch, metadata.payload_dtype))
+
+
 def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
     """Return the shape that each tensor must have according to the metadata."""
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
@@ -532,16 +542,16 @@ def check_structure(bundle: Bundle, name: str) -> None:
 
 def check_shapes(bundle: Bundle, name: str) -> None:
     """Check that the tensors are those of the metadata."""
-    shapes, tensors = expected_shapes(bundle.metadata), bundle.tensors()
+    shapes, dtypes, tensors = expected_shapes(bundle.metadata), dtypes_of(bundle.metadata), bundle.tensors()
     if wrong := set(tensors) ^ set(shapes):
         if wrong & {"map_in", "map_out"}:
             raise BundleError(f"{name}: maps need both map_in and map_out, or neither")
         raise BundleError(f"{name}: a relevance gate needs all of its tensors and at least one task, or none of them")
     for tensor_name, shape in shapes.items():
         tensor = tensors[tensor_name]
-        if tuple(tensor.shape) != shape or tensor.dtype != DTYPES[tensor_name]:
+        if tuple(tensor.shape) != shape or tensor.dtype != dtypes[tensor_name]:
             raise BundleError(
-                f"{name}: {tensor_name} must be {DTYPES[tensor_name]} {list(shape)}, "
+                f"{name}: {tensor_name} must be {dtypes[tensor_name]} {list(shape)}, "
                 f"found {tensor.dtype} {list(tensor.shape)}"
             )
     gate = bundle.gate

@@ -20,7 +20,7 @@ from inducekv_vllm.errors import ConfigError
 
 from ..data.examples import Example
 from ..runtime.progress import track
-from .loading import value_projection
+from .loading import key_norm, value_projection
 from .model import Backbone, Inputs, pool_retrieval_keys
 from .payload_store import PayloadStore
 
@@ -197,8 +197,7 @@ def _pooled_projections(
                 hook = keep_latents(module, payload_keys[layer], payload_values[layer])
                 handles.append(module.kv_a_proj_with_mqa.register_forward_hook(hook))
                 continue
-            norm = getattr(module, "k_norm", None) or getattr(module, "k_layernorm", None)
-            handles.append(module.k_proj.register_forward_hook(keep(payload_keys[layer], norm)))
+            handles.append(module.k_proj.register_forward_hook(keep(payload_keys[layer], key_norm(module))))
             of_values = keep(payload_values[layer], getattr(module, "v_norm", None))
             handles.append(value_projection(module).register_forward_hook(of_values))
         yield

@@ -150,6 +150,11 @@ def attention_layers(network: Any) -> list[Any]:
     return [None if layers is None else _attention_of(layers[number]) for number in numbers]
 
 
+def key_norm(attention: Any) -> Any:
+    """The norm of a layer's keys before RoPE; None: it has none."""
+    return getattr(attention, "k_norm", None) or getattr(attention, "k_layernorm", None)
+
+
 def value_projection(attention: Any) -> Any:
     """What a layer's values come from: in Gemma 4's global layers, of some sizes, that of its keys; None: nothing."""
     if getattr(attention, "use_alternative_attention", False):

@@ -153,25 +153,30 @@ class Backbone:
         """Whether some layers, with memory or without, do not see all of a prompt."""
         return has_windows(self.model)
 
+    @property
+    def merged_refusal(self) -> str | None:
+        """What it has in the place of full attention in every layer, whose softmax merged memory shares."""
+        text = self.model.config.get_text_config(decoder=True)
+        if self.is_latent:
+            return "multi-head latent attention (MLA)"
+        if self.has_windows:
+            layers = text.num_hidden_layers
+            return f"a sliding window in {layers - len(self.full_layers)} of {layers}"
+        if self.has_states:
+            return f"it in {self.num_layers} of {text.num_hidden_layers}"
+        if getattr(text, "attn_logit_softcapping", None) is not None:
+            return "a soft cap on its logits"
+        if any(hasattr(attention, "sinks") for attention in self.attention_layers()):
+            return "sinks"
+        return None
+
     def require_full_attention(self) -> None:
         """For merged memory, which shares the softmax of self-attention.
 
         Raises:
             UnsupportedModel: it has windows, a soft cap, sinks or latents, or layers without attention.
         """
-        text, found = self.model.config.get_text_config(decoder=True), None
-        if self.is_latent:
-            found = "multi-head latent attention (MLA)"
-        elif self.has_windows:
-            layers = text.num_hidden_layers
-            found = f"a sliding window in {layers - len(self.full_layers)} of {layers}"
-        elif self.has_states:
-            found = f"it in {self.num_layers} of {text.num_hidden_layers}"
-        elif getattr(text, "attn_logit_softcapping", None) is not None:
-            found = "a soft cap on its logits"
-        elif any(hasattr(attention, "sinks") for attention in self.attention_layers()):
-            found = "sinks"
-        if found is not None:
+        if (found := self.merged_refusal) is not None:
             raise UnsupportedModel(
                 f"merged memory needs full attention in every layer, found {found}: make decoupled memory, with "
                 "`inducekv-select --form decoupled`"

@@ -1,5 +1,5 @@
-"""`inducekv-bundle`: inspect, verify, compare, plan, build, teach, evaluate, sign, shorten and publish bundles, fit and
-measure their gates, see and change what a server has loaded, and check audit chains.
+"""`inducekv-bundle`: inspect, verify, compare, plan, build, import, teach, evaluate, sign, shorten and publish bundles,
+fit and measure their gates, see and change what a server has loaded, and check audit chains.
 
 Exit status: 0 for success, 1 if `diff` finds a difference or `publish` a server that serves another version, 2 for an
 error, printed in one line on standard error; 3 if `forget` finds nothing to forget.
@@ -42,6 +42,7 @@ from .evaluate import add_command as add_eval
 from .flags import add_flags, error_line
 from .gate_fit import add_command as add_gate_fit
 from .gate_tables import gate_differences, gate_summary, tensor_difference
+from .imported import add_command as add_import
 from .loading import load_backbone
 from .provenance import add_commands
 from .publish import add_command as add_publish
@@ -318,6 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(subparser, {"": ColumnOptions})
     subparser.add_argument("--device", default="cpu", help="torch device of the extraction (default cpu)")
     subparser.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+    add_import(command)
     add_route(command)
     add_gate_fit(command)
     add_eval(command)

@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inducekv_vllm.backbone.footprint import footprint_bytes, map_bytes
-from inducekv_vllm.bundle import Bundle, EntryRecord
+from inducekv_vllm.bundle import ENTRY_AXES, Bundle, EntryRecord
 
 from .coverage import Coverage
 
@@ -38,11 +37,7 @@ def stored_gate_bytes(bundle: Bundle) -> int:
 
 def entry_bytes(bundle: Bundle) -> int:
     """Bytes of the entries' retrieval keys, payloads and maps."""
-    backbone, shape = bundle.metadata.backbone, bundle.metadata.output_map
-    B, L, J = bundle.num_entries, backbone.num_layers, backbone.num_kv_heads
-    D, V = backbone.head_dim, backbone.value_size
-    size = footprint_bytes(B, backbone.hidden_size, L, J, bundle.payload_tokens, D, V)
-    return size if shape is None else size + map_bytes(B, L, J, shape.rank, shape.width)
+    return sum(tensor.nbytes for name, tensor in bundle.tensors().items() if name in ENTRY_AXES)
 
 
 def calibration_report(bundle: Bundle) -> dict[str, Any]:

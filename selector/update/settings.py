@@ -16,6 +16,7 @@ BUILD: Final = "build"  # extraction alone
 ROUTE: Final = "route"  # no entries, an adapter for each task
 PAPER: Final = "paper"
 REFINED: Final = "refined"
+IMPORTED: Final = "imported"  # a memory that was trained elsewhere, or the keys and values of a text
 
 
 class BuildSettings(Settings):

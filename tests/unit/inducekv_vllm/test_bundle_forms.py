@@ -41,7 +41,6 @@ def test_gates_of_decoupled_memory_are_any_finite_numbers(tmp_path: Path) -> Non
         ({"activations": {}}, r"decoupled memory needs activations for the tasks \[t\], found \[\]"),
         ({"activations": {"t": "text", "u": "text"}}, r"for the tasks \[t\], found \[t, u\]"),
         ({"activations": {"t": "answer"}}, "activations.t: Input should be 'prompt', 'text' or 'generation'"),
-        ({"form": "merged"}, "merged memory needs the weighting sqrt or prior, found 'uniform'"),
         ({"form": "merged", "weighting": "prior"}, r"merged memory needs activations for the tasks \[\], found \[t\]"),
         ({"form": "mixed"}, "form: Input should be 'merged' or 'decoupled'"),
         (MAPS | {"map_out": None}, "maps need both map_in and map_out, or neither"),

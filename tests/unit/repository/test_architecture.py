@@ -44,7 +44,7 @@ LAYERS = {
         ("backbone",),
         ("gate",),
         ("update",),
-        ("paper", "refined"),
+        ("paper", "refined", "imported"),
         ("recipes",),
         ("run",),
         ("api",),
