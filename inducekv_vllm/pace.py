@@ -1,7 +1,8 @@
 """Background work that leaves most of each core to the requests that run, and how others wait for its end.
 
 On a CPU, loads and steps share the cores. Work that is done in one go holds a step up for as long as the scheduler lets
-it; in small pieces with rests between them, a step is late by a piece or two.
+it; in small pieces with rests between them, a step is late by a piece or two. What takes a few milliseconds is done in
+one go: one step is late by them, and with rests several would be.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 SHARE = 0.25  # of a core that the work takes while requests run
 PIECE_S = 0.001  # CPU time of a piece
+UNPACED_S = 0.01  # CPU time before the first rest: a bundle of a megabyte is loaded within it
 LEAST_DELAY_S, LONGEST_DELAY_S = 0.002, 0.02
 
 
@@ -22,6 +24,7 @@ LEAST_DELAY_S, LONGEST_DELAY_S = 0.002, 0.02
 class _Pace:
     is_busy: Callable[[], bool]
     began: float  # the running piece, in CPU time of the thread
+    paced_from: float  # likewise, the first rest
 
 
 class _Thread(threading.local):
@@ -33,8 +36,12 @@ _thread = _Thread()
 
 @contextmanager
 def beside_requests(is_busy: Callable[[], bool]) -> Iterator[None]:
-    """Within this context the calling thread rests at each `rest`, if `is_busy` says that requests run."""
-    _thread.pace = _Pace(is_busy, time.thread_time())
+    """Within this context the calling thread rests at each `rest`, if `is_busy` says that requests run.
+
+    Not in the first milliseconds (`UNPACED_S`).
+    """
+    now = time.thread_time()
+    _thread.pace = _Pace(is_busy, now, now + UNPACED_S)
     try:
         yield
     finally:
@@ -44,9 +51,9 @@ def beside_requests(is_busy: Callable[[], bool]) -> Iterator[None]:
 def rest() -> None:
     """Call it between small pieces of work. Outside of `beside_requests` it does nothing."""
     pace = _thread.pace
-    if pace is None or (worked := time.thread_time() - pace.began) < PIECE_S:
+    if pace is None or (worked := (now := time.thread_time()) - pace.began) < PIECE_S:
         return
-    if pace.is_busy():
+    if now >= pace.paced_from and pace.is_busy():
         time.sleep(worked * (1 / SHARE - 1))
     pace.began = time.thread_time()
 

@@ -15,6 +15,7 @@ from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.vllm_seams.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
+    DEFAULT_HOST_BYTES,
     DEFAULT_POOL_ENTRIES,
     RUN_VARIABLE,
     SCHEDULER_CLS,
@@ -107,6 +108,8 @@ def add_flags(group: Any) -> None:
     add("--memory-audit-answers", "audit_answers", None, text, action="store_const", const=True)
     text = f"room for loaded bundles, in entries of 8 tokens, taken at start; {DEFAULT_POOL_ENTRIES} if not given"
     add("--memory-pool-entries", "memory_pool_entries", "N", text, type=int)
+    text = f"bytes of host memory for bundles that have left the pool; {DEFAULT_HOST_BYTES} if not given"
+    add("--memory-host-bytes", "memory_host_bytes", "N", text, type=int)
     text = "serve only bundles that are signed by this Ed25519 public key (a PEM file); repeatable: by one of them"
     add("--require-signature", "require_signature", "KEY", text, type=_absolute, action="append")
     text = "serve a page for people at /memory: bundles, facts, questions with and without memory, latest decisions"

@@ -9,6 +9,7 @@
     kernel_step.py    the rows of a step as a launch, and the buffers in which CUDA graphs find them
     pool.py           the resident pool of all bundles' keys, values and maps
     ranges.py         contiguous ranges of the pool, by first fit
+    host_bundle.py    a bundle that was read, in host memory
     resident_bundle.py  a bundle in the pool, shared by all requests
     kernel_tables.py  what every slot reads, as tensors that the GPU kernels know
     slots.py          what one memory is read from, by all requests that have it

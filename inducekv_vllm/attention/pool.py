@@ -12,23 +12,23 @@ Shapes: see the package; P tokens of the pool, B entries of m tokens, r rank of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..bundle import Bundle
-from ..bundle.lookup import BundleIndex
 from ..errors import CapacityError, UnsupportedModel
 from ..pace import rest
-from ..retrieval.entry_terms import IntArray
 from ..vllm_seams.device import Device
+from .host_bundle import HostBundle
 from .ranges import Ranges, Region
 from .resident_bundle import LayerMemory, ResidentBundle
 from .resident_gate import ResidentGate
 
 ENTRY_TOKENS = 8  # what the size of a pool counts as one entry: the paper's payload
+AT_ONCE = 2**19  # numbers of the pool that are written between two rests
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,18 @@ class MemoryPool:
     def num_free_tokens(self) -> int:
         return self.ranges.num_free * self.shape.heads_per_kv_head
 
-    def store(self, bundle: Bundle, heads: slice, gate: ResidentGate | None = None) -> ResidentBundle:
+    def store(self, host: HostBundle, heads: slice, gate: ResidentGate | None = None) -> ResidentBundle:
         """Copy a bundle's KV heads `heads` into a free range, beside the running steps. Any thread may call it.
 
         Raises:
             CapacityError: it does not fit.
         """
-        self._check_geometry(bundle, heads)
-        region = self._allocate(bundle)
+        self._check_geometry(host.bundle, heads)
+        region = self._allocate(host.bundle)
         try:
-            resident = self._resident(bundle, region, gate)
+            resident = self._resident(host, region, gate)
             with torch.inference_mode(), self._device.beside_steps():
-                for number, layer in enumerate(resident.layers):
-                    self._fill(layer, bundle, number, heads)
+                self._fill(resident, host.bundle, heads)
         except BaseException:
             region.release()
             raise
@@ -130,7 +129,8 @@ class MemoryPool:
                 f"the bundle has {L} layers of {len(range(J)[heads])} KV heads of size {_sizes(D, V)}"
             )
 
-    def _resident(self, bundle: Bundle, region: Region, gate: ResidentGate | None) -> ResidentBundle:
+    def _resident(self, host: HostBundle, region: Region, gate: ResidentGate | None) -> ResidentBundle:
+        bundle = host.bundle
         G, rank = self.shape.heads_per_kv_head, map_rank(bundle)
         first_token = region.place.start * G
         first_map_row = region.place.start + self._token_rows(bundle)
@@ -159,9 +159,8 @@ class MemoryPool:
             nbytes=sum(each[:, :, : len(region.place) * G].nbytes for each in (self.keys, self.values)),
             first_token=first_token,
             first_map_row=first_map_row,
-            index=BundleIndex.from_bundle(bundle),
             gate=gate,
-            first_layers=first_layers(bundle),
+            **vars(host.part),
         )
 
     def _erase(self, place: range) -> None:
@@ -169,48 +168,43 @@ class MemoryPool:
         G = self.shape.heads_per_kv_head
         tokens = slice(place.start * G, place.stop * G)
         with torch.inference_mode(), self._device.beside_steps():
-            for layer in range(self.shape.num_layers):
-                self.keys[layer, :, tokens] = 0
-                self.values[layer, :, tokens] = 0
+            for layers in self._layers_at_once(len(place) * G):
+                self.keys[layers, :, tokens] = 0
+                self.values[layers, :, tokens] = 0
                 rest()
 
-    def map_rows(self, layer: Tensor) -> Tensor:
-        """A layer's keys or values [J, P, D] as rows of maps: [J, P / G, G D]; memories of latents have no maps."""
-        return layer.view(self.shape.num_kv_heads, self.shape.num_map_rows, -1)
+    def _layers_at_once(self, tokens: int) -> Iterator[slice]:
+        """Layers of which so many tokens are written between two rests: of a small bundle, all of them."""
+        L, of_layer = self.shape.num_layers, tokens * self.shape.num_kv_heads * self.shape.head_size
+        step = max(1, AT_ONCE // max(of_layer, 1))
+        return (slice(first, min(first + step, L)) for first in range(0, L, step))
 
-    def _fill(self, layer: LayerMemory, bundle: Bundle, number: int, heads: slice) -> None:
-        def write(target: Tensor, source: Tensor) -> None:  # [J, B x, y], [B, all J, x, y]
-            own = self._device.upload(source[:, heads]).transpose(0, 1)  # [J, B, x, y]
-            target.view(own.shape).copy_(own)
-            rest()
+    def map_rows(self, layers: Tensor) -> Tensor:
+        """Layers' keys or values [..., J, P, D] as rows of maps: [..., J, P / G, G D]; latents have no maps."""
+        return layers.view(*layers.shape[:-2], self.shape.num_map_rows, -1)
 
-        write(layer.keys, bundle.payload_keys[number])
-        write(layer.values, bundle.payload_values[number])
-        if bundle.map_in is not None and bundle.map_out is not None:
-            assert layer.map_in is not None
-            assert layer.map_out is not None
-            write(layer.map_in, bundle.map_in[number])
-            write(layer.map_out, bundle.map_out[number].transpose(-1, -2))
+    def _fill(self, resident: ResidentBundle, bundle: Bundle, heads: slice) -> None:
+        B, m, r = bundle.num_entries, bundle.payload_tokens, resident.map_rank
+        tokens = slice(resident.first_token, resident.first_token + B * m)
+        rows = slice(resident.first_map_row, resident.first_map_row + B * r)
+        for layers in self._layers_at_once(B * m):
+            self._write(self.keys[layers, :, tokens], bundle.payload_keys[layers], heads)
+            self._write(self.values[layers, :, tokens], bundle.payload_values[layers], heads)
+        if bundle.map_in is None or bundle.map_out is None:
+            return
+        for layers in self._layers_at_once(B * r * self.shape.heads_per_kv_head):
+            self._write(self.map_rows(self.keys[layers])[:, :, rows], bundle.map_in[layers], heads)
+            self._write(self.map_rows(self.values[layers])[:, :, rows], bundle.map_out[layers].mT, heads)
+
+    def _write(self, target: Tensor, source: Tensor, heads: slice) -> None:
+        """Copy [l, B, all heads, x, y] to [l, J, B x, y]."""
+        own = self._device.upload(source[:, :, heads]).transpose(1, 2)  # [l, J, B, x, y]
+        target.view(own.shape).copy_(own)
+        rest()
 
 
 def _sizes(keys: int, values: int) -> str:
     return str(keys) if keys == values else f"{keys} (values of {values})"
-
-
-def first_layers(bundle: Bundle) -> IntArray:
-    """The first layer in which each entry of decoupled memory does anything, L if none: [B].
-
-    Values of 0 add nothing to the output, whatever their keys are. To merged memory they do.
-    """
-    L, B = bundle.payload_values.shape[:2]
-    if bundle.metadata.form == "merged":
-        return np.zeros(B, dtype=np.int64)
-    acts = bundle.payload_values.flatten(2).any(dim=2)  # [L, B]
-    if bundle.map_out is not None:
-        acts |= bundle.map_out.flatten(2).any(dim=2)
-    acts &= (bundle.value_gates != 0)[:, None]
-    found: IntArray = torch.where(acts.any(dim=0), acts.int().argmax(dim=0), L).numpy()
-    return found
 
 
 def map_rank(bundle: Bundle) -> int:

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..backbone.stored_facts import FactReader, StoredFacts
-from ..bundle.lookup import BundleIndex
 from ..errors import UnsupportedModel
-from ..gate import TurnMarks, WordScores
-from ..retrieval.entry_terms import Form, IntArray, Weighting
+from ..retrieval.entry_terms import Form, Weighting
+from .host_bundle import HostPart
 from .ranges import Region
 from .resident_gate import ResidentGate
 
@@ -31,8 +29,8 @@ class LayerMemory:
     map_out: Tensor | None = None  # [J, B r, G D], transposed, before the value gate
 
 
-@dataclass(frozen=True, eq=False)
-class ResidentBundle:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ResidentBundle(HostPart):
     """The part of a bundle that a worker needs, and where it lies in the pool."""
 
     digest: str
@@ -46,14 +44,7 @@ class ResidentBundle:
     nbytes: int  # of the region
     first_token: int  # place in the pool
     first_map_row: int  # place among the rows of maps
-    index: BundleIndex  # on the host
-    first_layers: IntArray  # [B], the first layer in which an entry does anything
     gate: ResidentGate | None = None  # beside the pool
-    # On the first rank's host: the part of a gate that looks at words, facts, and what reads a question for either.
-    words: WordScores | None = None
-    facts: StoredFacts | None = None
-    reader: FactReader | None = None
-    picture_marks: TurnMarks | None = None  # for a bundle whose facts are told apart by pictures, too
 
 
 def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:

@@ -16,7 +16,7 @@ class _Call(NamedTuple):
     """One call of every worker."""
 
     method: str
-    args: tuple[str, ...]
+    args: tuple[str | bool, ...]
     delay: float = 0.0  # seconds to wait before it
 
 
@@ -54,14 +54,15 @@ async def load_async(rpc: Callable[..., Awaitable[list[Any]]], path: str, digest
 
 def _loading(path: str, digest: str) -> Generator[_Call, list[Any], int]:
     """What the workers are asked, each time with an answer for each rank."""
-    yield _Call("inducekv_load_bundle", (path, digest))
+    answers = yield _Call("inducekv_load_bundle", (path, digest))
     delays = poll_delays()
-    answers = yield _Call("inducekv_load_outcome", (digest,))
     while None in answers:
         answers = yield _Call("inducekv_load_outcome", (digest,), next(delays))
     if not all(answer["ok"] for answer in answers):
-        yield _Call("inducekv_unload_bundle", (digest,))
-        raise _refusal(path, answers)
+        refusal = _refusal(path, answers)
+        # Without room it may be tried again, once others have left.
+        yield _Call("inducekv_unload_bundle", (digest, isinstance(refusal, CapacityError)))
+        raise refusal
     return int(answers[0]["resident_bytes"])
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "inducekv"
 DEFAULT_POOL_ENTRIES = 512  # the paper's largest budget
+DEFAULT_HOST_BYTES = 2**28
 MAX_POOL_ENTRIES = 2**27  # places in the pool are 32-bit numbers
 WORKER_CLS = "inducekv_vllm.worker.InduceKVWorker"  # for --worker-cls
 ADMIN_KEY_VARIABLE = "INDUCEKV_ADMIN_KEY"  # of the server, and of whoever changes its bundles
@@ -32,6 +33,8 @@ class InduceKVConfig(BaseModel):
     remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
     # The size of the resident pool, in entries of 8 tokens; it holds every loaded bundle.
     memory_pool_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
+    # Of each worker: bundles that have left the pool, and may come back, stay in host memory up to this size.
+    memory_host_bytes: int = Field(default=DEFAULT_HOST_BYTES, ge=0)
     # GPUs: the most entries that one request reads. A bundle with more, for a task or without a gate, is refused.
     memory_request_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
     decision_cache_entries: int = Field(default=4096, ge=0)  # decisions cached by prompt; 0 disables the cache

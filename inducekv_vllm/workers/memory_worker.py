@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_worker import Worker
 
+from ..attention.host_bundle import HostBundle
 from ..attention.memory_attention import MemoryAttention, dtype_of, require_layers
 from ..attention.pool import ENTRY_TOKENS, MemoryPool, PoolShape
 from ..attention.query_order import in_served_order
@@ -36,6 +36,7 @@ from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, StoredFacts
 from ..bundle import BackboneFingerprint, read_bundle
 from ..errors import InduceKVError
+from ..facts.language import languages
 from ..vllm_seams.config import InduceKVConfig
 from ..vllm_seams.device import Device, device_of
 from ..vllm_seams.logs import logger_of
@@ -72,7 +73,9 @@ class MemoryWorker(Worker):
         check_engine(vllm_config)
         register(vllm_config, is_v2=bool(vllm_config.use_v2_model_runner))
         super().__init__(vllm_config, *args, **kwargs)
-        self.resident = ResidentBundles(self._load_bundle, self._is_stepping)
+        self.resident = ResidentBundles(
+            self._read_bundle, self._store_bundle, self._is_stepping, self.settings.memory_host_bytes
+        )
         self._last_step = -math.inf  # when it began or ended
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known, the model is loaded, and the KV cache is there.
@@ -205,7 +208,9 @@ class MemoryWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         self.attention.warm_up()
-        return super().compile_or_warm_up_model()
+        found = super().compile_or_warm_up_model()
+        self.resident.prepare(lambda: (self._fact_reader, languages()))
+        return found
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -236,9 +241,10 @@ class MemoryWorker(Worker):
 
     # ---- RPC methods. They return errors instead of raising, because an exception would end the engine. -----------
 
-    def inducekv_load_bundle(self, path: str, digest: str) -> None:
-        """Begin to make the bundle at `path` resident. Does nothing if its digest is resident or on its way."""
+    def inducekv_load_bundle(self, path: str, digest: str) -> dict[str, Any] | None:
+        """Begin to make the bundle at `path` resident, unless its digest is. Answers like `inducekv_load_outcome`."""
         self.resident.begin(path, digest)
+        return self.inducekv_load_outcome(digest)
 
     def inducekv_load_outcome(self, digest: str) -> dict[str, Any] | None:
         """Report a load that `inducekv_load_bundle` began: None while it goes on. A failure stays until the unload."""
@@ -253,7 +259,7 @@ class MemoryWorker(Worker):
 
     @cached_property
     def _backbone(self) -> BackboneFingerprint:
-        """Of the served model. It reads the tokenizer and holds Python's lock meanwhile, so once is enough."""
+        """Of the served model. It reads the tokenizer and holds Python's lock meanwhile, before requests run."""
         model = self.model_config
         return backbone_fingerprint(model.model, model.revision, self.vllm_config.load_config.download_dir)
 
@@ -261,29 +267,37 @@ class MemoryWorker(Worker):
     def _fact_reader(self) -> FactReader:
         return FactReader.of_engine(self.vllm_config, self._backbone)
 
-    def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
-        """Read and check a bundle, and copy it to the pool; runs in a thread."""
+    def _read_bundle(self, path: str, digest: str) -> HostBundle:
+        """Read and check a bundle; runs in a thread."""
         bundle = read_bundle(path, backbone=self._backbone)
         check_bundle(bundle, path, digest, self.vllm_config, self.attention, self.cached_values)
         is_first = get_tensor_model_parallel_rank() == 0
         facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None
-        marks = self._fact_reader.marks if bundle.metadata.has_pictures else None
-        heads, gate, words = self._heads(), None, None
-        if bundle.gate is not None:
-            words = bundle.gate.word_scores if is_first else None
-            size = bundle.metadata.backbone.value_size
-            gate = ResidentGate.load(bundle.gate, heads, size, self._is_first_of_heads(), self._device)
-        bundle = in_served_order(bundle, self.model_runner.get_model())
+        words = bundle.gate.word_scores if bundle.gate is not None and is_first else None
         reader = None if words is None and facts is None else self._fact_reader
-        resident = self.pool.store(bundle, heads, gate)
-        return replace(resident, words=words, facts=facts, reader=reader, picture_marks=marks)
+        marks = self._fact_reader.marks if bundle.metadata.has_pictures else None
+        return HostBundle.of(in_served_order(bundle, self.model_runner.get_model()), words, facts, reader, marks)
 
-    def inducekv_unload_bundle(self, digest: str) -> dict[str, Any]:
-        """Drop a bundle, or its load. Running requests keep its memory until they end."""
-        return {"ok": True, "found": self.resident.unload(digest)}
+    def _store_bundle(self, host: HostBundle) -> ResidentBundle:
+        """Copy a bundle to the device; runs in a thread."""
+        heads, gate, size = self._heads(), host.bundle.gate, host.bundle.metadata.backbone.value_size
+        on_device = (
+            None if gate is None else ResidentGate.load(gate, heads, size, self._is_first_of_heads(), self._device)
+        )
+        return self.pool.store(host, heads, on_device)
+
+    def inducekv_unload_bundle(self, digest: str, keep: bool = False) -> dict[str, Any]:
+        """Drop a bundle, or its load. Running requests keep its memory until they end.
+
+        With `keep` it stays in host memory, as far as there is room, to be loaded again; without, nothing stays.
+        """
+        return {"ok": True, "found": self.resident.unload(digest, keep=keep)}
 
     def inducekv_is_erased(self, digest: str) -> bool:
-        """Whether the memory of an unloaded bundle is overwritten. It is once no running request reads it."""
+        """Whether the memory of an unloaded bundle is overwritten. It is once no running request reads it.
+
+        What was not kept is gone from host memory, too.
+        """
         return self.resident.is_erased(digest)
 
     def inducekv_stats(self) -> dict[str, Any]:
@@ -294,6 +308,7 @@ class MemoryWorker(Worker):
             "pool_bytes": self.pool.shape.nbytes(dtype_of(self.model_config)),
             "pool_tokens": self.pool.shape.num_tokens,
             "pool_tokens_free": self.pool.num_free_tokens,
+            "host_bytes": self.resident.host_bytes,
             "slots_used": slots.used,
             "slots": slots.capacity,
             "requests_known": len(self.requests.by_id),

@@ -1,17 +1,39 @@
-"""The bundles of a worker: read and copied into the pool by a thread, while the worker goes on with its steps."""
+"""The bundles of a worker: read and copied into the pool by a thread, while the worker goes on with its steps.
+
+What was read is kept in host memory, the least recently loaded dropped first, so that a bundle that leaves the pool and
+comes back is copied, and no more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from cachetools import LRUCache
+
+from ..attention.host_bundle import HostBundle
 from ..attention.ranges import Region
 from ..attention.resident_bundle import ResidentBundle
 from ..pace import beside_requests
 
 T = TypeVar("T")
+# So long a load is waited for while there are steps, and while there are none: it spares asking for the outcome later.
+STEP_WAIT_S, IDLE_WAIT_S = 0.005, 0.02
+
+
+class _Leaving(NamedTuple):
+    """A bundle that was unloaded, and perhaps is still there."""
+
+    loaded: Future[ResidentBundle] | None  # None: it was in host memory alone
+    released: Future[None]
+
+    @property
+    def is_gone(self) -> bool:
+        if not self.released.done():
+            return False
+        return self.loaded is None or self.loaded.exception() is not None or self.loaded.result().region.is_free
 
 
 class ResidentBundles:
@@ -21,15 +43,24 @@ class ResidentBundles:
     keep it waiting for a core, and the steps would wait for it.
     """
 
-    def __init__(self, load: Callable[[str, str], ResidentBundle], is_busy: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        read: Callable[[str, str], HostBundle],
+        store: Callable[[HostBundle], ResidentBundle],
+        is_busy: Callable[[], bool],
+        host_bytes: int = 0,
+    ) -> None:
         """
         Args:
-            load: reads the bundle at a path, checks that it has a digest, and stores it in the pool.
+            read: reads the bundle at a path, and checks that it has a digest.
+            store: copies it into the pool.
             is_busy: whether there are steps that the thread should leave the cores to.
+            host_bytes: of what was read, so much is kept.
         """
-        self._load, self._is_busy = load, is_busy
+        self._read, self._store, self._is_busy = read, store, is_busy
         self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
-        self._leaving: dict[str, list[Future[ResidentBundle]]] = {}  # unloaded, and perhaps still in the pool
+        self._host: LRUCache[str, HostBundle] = LRUCache(host_bytes, lambda each: each.nbytes)  # the thread changes it
+        self._leaving: dict[str, list[_Leaving]] = {}
         self._to_erase: SimpleQueue[Region] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "inducekv-load")
 
@@ -46,11 +77,21 @@ class ResidentBundles:
         done = {digest: future for digest, future in self._bundles.items() if future.done()}
         return {digest: future.result() for digest, future in done.items() if future.exception() is None}
 
+    @property
+    def host_bytes(self) -> int:
+        """Of what is kept in host memory."""
+        return int(self._host.currsize)
+
+    def prepare(self, work: Callable[[], object]) -> None:
+        """Do before the first load, in its thread, what loads would do once. If it fails, they say why."""
+        self._submit(work)
+
     def begin(self, path: str, digest: str) -> None:
-        """Begin to load a bundle, and return at once. Does nothing if it is loaded or on its way."""
+        """Begin to load a bundle, unless it is loaded or on its way; wait a moment for its end."""
         future = self._bundles.get(digest)
-        if future is None or (future.done() and future.exception() is not None):
-            self._bundles[digest] = self._submit(self._erase_and_load, path, digest)
+        if future is None or _has_failed(future):
+            future = self._bundles[digest] = self._submit(self._load, path, digest)
+            wait([future], STEP_WAIT_S if self._is_busy() else IDLE_WAIT_S)
 
     def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
         """The bundle, or why it could not be loaded; None while it is loaded."""
@@ -59,18 +100,21 @@ class ResidentBundles:
             return None
         return future.exception() or future.result()
 
-    def unload(self, digest: str) -> bool:
-        """Drop a bundle, or its load; return whether there was one. Running requests keep its memory until they end."""
+    def unload(self, digest: str, *, keep: bool = False) -> bool:
+        """Drop a bundle, or its load; return whether there was one. Running requests keep its memory until they end.
+
+        Args:
+            keep: leave it in host memory, to be loaded again.
+        """
         future = self._bundles.pop(digest, None)
-        if future is None:
-            return False
-        # A load that failed has left nothing, and its error would keep what it had read.
-        if not future.cancel() and not _has_failed(future):
-            # Erasing it takes the time of writing it. Later loads wait for it, steps do not.
+        has_copy = future is not None and not future.cancel() and not _has_failed(future)
+        if has_copy or not keep:
+            # Erasing takes the time of writing. Later loads wait for it, steps do not.
             self._forget_what_has_left()
-            self._leaving.setdefault(digest, []).append(future)
-            self._submit(_release, future)
-        return True
+            loaded = future if has_copy else None  # the error of a load would keep what it had read
+            leaving = _Leaving(loaded, self._submit(self._leave, digest, loaded, keep))
+            self._leaving.setdefault(digest, []).append(leaving)
+        return future is not None
 
     def release(self, region: Region) -> None:
         """Drop a request's reference to the region of its bundle. After the last one, the thread erases it."""
@@ -79,12 +123,12 @@ class ResidentBundles:
             self._submit(self._erase)
 
     def is_erased(self, digest: str) -> bool:
-        """Whether nothing is left in the pool of a bundle that was unloaded; ask until it is."""
+        """Whether nothing is left of a bundle that was unloaded, but what is kept; ask until it is."""
         self._forget_what_has_left()
         return digest not in self._leaving
 
     def _forget_what_has_left(self) -> None:
-        staying = {digest: [each for each in of if not _has_left(each)] for digest, of in self._leaving.items()}
+        staying = {digest: [each for each in of if not each.is_gone] for digest, of in self._leaving.items()}
         self._leaving = {digest: of for digest, of in staying.items() if of}
 
     def close(self) -> None:
@@ -102,9 +146,19 @@ class ResidentBundles:
 
         return self._thread.submit(run)
 
-    def _erase_and_load(self, path: str, digest: str) -> ResidentBundle:
+    def _load(self, path: str, digest: str) -> ResidentBundle:
         self._erase()  # the load may need the room of what was released behind it
-        return self._load(path, digest)
+        if (host := self._host.get(digest)) is None:
+            host = self._read(path, digest)
+            if host.nbytes <= self._host.maxsize:
+                self._host[digest] = host
+        return self._store(host)
+
+    def _leave(self, digest: str, loaded: Future[ResidentBundle] | None, keep: bool) -> None:
+        if not keep:
+            self._host.pop(digest, None)
+        if loaded is not None and loaded.exception() is None:
+            loaded.result().region.release()
 
     def _erase(self) -> None:
         """Erase what is waiting for it."""
@@ -118,12 +172,3 @@ class ResidentBundles:
 
 def _has_failed(future: Future[ResidentBundle]) -> bool:
     return future.done() and future.exception() is not None
-
-
-def _has_left(future: Future[ResidentBundle]) -> bool:
-    return future.done() and (future.exception() is not None or future.result().region.is_free)
-
-
-def _release(future: Future[ResidentBundle]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().region.release()

@@ -1,10 +1,12 @@
-"""The engine client over a real `AsyncLLM`: cancellation at any time, decisions, leases, refusals."""
+"""The engine client over a real `AsyncLLM`: cancellation at any time, decisions, leases, versions, refusals."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.bundle import AdapterRecord, read_bundle
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import BundleError, ConfigError
 from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.owner import OWNER
@@ -110,6 +112,33 @@ async def test_a_stream_has_the_version_that_its_memory_has_when_it_begins(
     assert [trace["start"] for trace in traces] == [0, len(prompt["prompt_token_ids"]) - 1]
     assert after.outputs[0].token_ids == expected.outputs[0].token_ids != before.outputs[0].token_ids
     await served.llm.collective_rpc("inducekv_unload_bundle", args=(second.digest,))
+
+
+async def test_a_bundle_comes_back_from_host_memory_as_it_was(
+    served: Served, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, without its file, until it is unloaded for good."""
+    rpc, path = served.llm.collective_rpc, str(shutil.copy(world.paths["second"], tmp_path))
+    memory = ServedBundle.from_bundle(read_bundle(path), path)
+
+    async def answered(salt: str) -> Any:
+        prompt = {**await served.render(seed=8), "cache_salt": salt}  # no block is shared
+        (output,) = (await served.answer(prompt, logprobs=1)).outputs
+        return output.token_ids, [{token: each.logprob for token, each in step.items()} for step in output.logprobs]
+
+    with monkeypatch.context() as patch:
+        patch.setitem(served.memories.memories, "m", memory)
+        await load_async(rpc, path, memory.digest)
+        before = await answered("a")
+        await rpc("inducekv_unload_bundle", args=(memory.digest, True))
+        Path(path).unlink()
+        await load_async(rpc, path, memory.digest)
+        assert await answered("b") == before
+    await rpc("inducekv_unload_bundle", args=(memory.digest,))
+    while not all(await rpc("inducekv_is_erased", args=(memory.digest,))):
+        await asyncio.sleep(0.01)
+    with pytest.raises(BundleError, match="no such file"):
+        await load_async(rpc, path, memory.digest)
 
 
 async def test_refusals(served: Served) -> None:

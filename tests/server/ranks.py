@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from inducekv_vllm.attention.resident_bundle import ResidentBundle
+from inducekv_vllm.attention.host_bundle import HostBundle
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.worker import InduceKVWorker
 
@@ -16,13 +16,13 @@ HELD_S = 60.0  # a load is not held longer
 class HoldingWorker(InduceKVWorker):  # type: ignore[valid-type, misc]
     """Holds the load of a bundle with `HELD_ENTRY` from PATH: makes the file PATH.held, and waits until it is gone."""
 
-    def _load_bundle(self, path: str, digest: str) -> ResidentBundle:
+    def _read_bundle(self, path: str, digest: str) -> HostBundle:
         if any(entry.id == HELD_ENTRY for entry in read_bundle(path).metadata.entries):
             held, until = held_file(path), time.monotonic() + HELD_S
             held.touch()
             while held.exists() and time.monotonic() < until:
                 time.sleep(0.02)
-        return super()._load_bundle(path, digest)
+        return super()._read_bundle(path, digest)
 
 
 def held_file(path: Path | str) -> Path:

@@ -14,10 +14,11 @@ from tests.bundles import random_bundle
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The rests; none is waited for, and every piece is long enough for one."""
+    """The rests; none is waited for, every piece is long enough for one, and the first ones too."""
     found: list[float] = []
     monkeypatch.setattr(pace.time, "sleep", found.append)
     monkeypatch.setattr(pace, "PIECE_S", 0.0)
+    monkeypatch.setattr(pace, "UNPACED_S", 0.0)
     return found
 
 
@@ -33,6 +34,18 @@ def test_it_takes_a_quarter_of_a_core_while_requests_run(rests: list[float], mon
         clock += 2.0
         rest()
     assert rests == [6.0]
+
+
+def test_work_of_a_few_milliseconds_is_done_in_one_go(rests: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    monkeypatch.setattr(pace.time, "thread_time", lambda: clock)
+    monkeypatch.setattr(pace, "UNPACED_S", 5.0)
+    for _ in range(2):
+        with beside_requests(lambda: True):
+            for _ in range(3):  # the third piece ends behind the fifth second
+                clock += 2.0
+                rest()
+    assert rests == [6.0] * 2
 
 
 def test_a_bundle_is_checked_in_pieces_that_do_not_grow_with_it(

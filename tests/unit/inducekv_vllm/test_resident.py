@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 
 from inducekv_vllm.attention.ranges import Ranges, Region
-from inducekv_vllm.errors import BundleError
+from inducekv_vllm.errors import BundleError, CapacityError
 from inducekv_vllm.pace import rest
 from inducekv_vllm.workers.resident import ResidentBundles
+
+
+class Host(SimpleNamespace):
+    """A bundle in host memory."""
 
 
 class Loader:
@@ -38,7 +42,10 @@ class Loader:
         assert self.let_go.wait(30)
         if path == "bad":
             raise BundleError("bad: no such file")
-        return SimpleNamespace(digest=digest, region=self.ranges.allocate(2))
+        return Host(digest=digest, nbytes=10)
+
+    def store(self, host: Any) -> Any:
+        return SimpleNamespace(digest=host.digest, host=host, region=self.ranges.allocate(2))
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ def loader() -> Loader:
 
 @pytest.fixture
 def bundles(loader: Loader) -> Iterator[ResidentBundles]:
-    bundles = ResidentBundles(loader.load, lambda: False)
+    bundles = ResidentBundles(loader.load, loader.store, lambda: False, host_bytes=25)
     yield bundles
     loader.may_erase.set()
     loader.let_go.set()
@@ -57,6 +64,11 @@ def bundles(loader: Loader) -> Iterator[ResidentBundles]:
 
 def wait(bundles: ResidentBundles, digest: str) -> Any:
     return bundles._bundles[digest].exception(30) or bundles[digest]
+
+
+def settle(bundles: ResidentBundles) -> None:
+    """Wait for what the thread has begun."""
+    bundles._thread.submit(lambda: None).result(30)
 
 
 def test_a_content_is_loaded_once_while_the_worker_goes_on(bundles: ResidentBundles, loader: Loader) -> None:
@@ -85,6 +97,7 @@ def test_a_failure_is_reported_until_the_next_attempt_and_leaves_nothing(
     assert "A" not in bundles
     failed = weakref.ref(bundles._bundles["A"])  # its error holds what had been read
     assert bundles.unload("A")
+    settle(bundles)
     assert bundles.is_erased("A")
     gc.collect()
     assert failed() is None
@@ -121,7 +134,7 @@ def test_a_bundle_is_erased_when_each_of_its_copies_is(bundles: ResidentBundles,
     bundles.begin("a", "A")
     wait(bundles, "A")
     bundles.unload("A")
-    bundles._thread.submit(lambda: None).result(30)  # behind the releases
+    settle(bundles)
     assert not bundles.is_erased("A")
     first.region.release()
     assert bundles.is_erased("A")
@@ -134,7 +147,7 @@ def held_by_a_request(bundles: ResidentBundles, loader: Loader) -> Region:
     region: Region = wait(bundles, "A").region
     region.retain()
     bundles.unload("A")
-    bundles._thread.submit(lambda: None).result(30)  # behind the unload
+    settle(bundles)
     return region
 
 
@@ -146,7 +159,7 @@ def test_the_request_that_ends_last_does_not_wait_for_the_erasure(bundles: Resid
     assert not bundles.is_erased("A")
     assert loader.ranges.num_free == 2
     loader.may_erase.set()
-    bundles._thread.submit(lambda: None).result(30)
+    settle(bundles)
     assert bundles.is_erased("A")
     assert loader.ranges.num_free == 4
     ((thread, place),) = loader.erased
@@ -183,17 +196,93 @@ def test_what_is_to_be_erased_is_erased_before_later_loads_and_before_the_end(
 
 
 def test_loads_and_erasures_rest_while_there_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inducekv_vllm.pace.PIECE_S", 0)  # every piece is long enough
+    monkeypatch.setattr("inducekv_vllm.pace.PIECE_S", 0)  # every piece is long enough, the first ones too
+    monkeypatch.setattr("inducekv_vllm.pace.UNPACED_S", 0)
     asked: list[str] = []
     ranges = Ranges(8, lambda place: rest())
 
     def load(path: str, digest: str) -> Any:
         rest()
+        return SimpleNamespace(nbytes=1)
+
+    def store(host: Any) -> Any:
         return SimpleNamespace(region=ranges.allocate(2))
 
-    bundles = ResidentBundles(load, lambda: asked.append(threading.current_thread().name) is not None)
+    bundles = ResidentBundles(load, store, lambda: asked.append(threading.current_thread().name) is not None)
     bundles.begin("a", "A")
     wait(bundles, "A")
     bundles.unload("A")
     bundles.close()
-    assert asked == ["inducekv-load_0"] * 2
+    assert [each for each in asked if each != threading.current_thread().name] == ["inducekv-load_0"] * 2
+
+
+def load(bundles: ResidentBundles, digest: str) -> Any:
+    bundles.begin("path", digest)
+    return wait(bundles, digest)
+
+
+def test_what_comes_back_from_host_memory_is_not_read_again(bundles: ResidentBundles, loader: Loader) -> None:
+    loader.let_go.set()
+    first = load(bundles, "A")
+    bundles.unload("A", keep=True)
+    settle(bundles)
+    assert bundles.is_erased("A")
+    assert loader.ranges.num_free == 4
+    assert load(bundles, "A").host is first.host
+    assert len(loader.threads) == 1
+
+
+def test_host_memory_keeps_what_was_loaded_last_within_its_size(bundles: ResidentBundles, loader: Loader) -> None:
+    loader.let_go.set()
+    for digest in "ABAC":  # two of the three fit
+        load(bundles, digest)
+        bundles.unload(digest, keep=True)
+    settle(bundles)
+    assert bundles.host_bytes == 20
+    reads = len(loader.threads)
+    load(bundles, "A")
+    assert len(loader.threads) == reads == 3
+    bundles.unload("A", keep=True)
+    load(bundles, "B")
+    assert len(loader.threads) == reads + 1
+
+
+@pytest.mark.parametrize("is_resident", [True, False])
+def test_what_is_erased_is_gone_from_host_memory(bundles: ResidentBundles, loader: Loader, is_resident: bool) -> None:
+    loader.let_go.set()
+    copy = weakref.ref(load(bundles, "A").host)
+    if not is_resident:
+        bundles.unload("A", keep=True)
+    bundles.unload("A")
+    settle(bundles)
+    assert bundles.is_erased("A")
+    assert bundles.host_bytes == 0
+    gc.collect()
+    assert copy() is None
+    load(bundles, "A")
+    assert len(loader.threads) == 2
+
+
+def test_a_load_that_an_erasure_overtakes_leaves_nothing_in_host_memory(
+    bundles: ResidentBundles, loader: Loader
+) -> None:
+    bundles.begin("path", "A")
+    assert loader.begun.wait(30)
+    bundles.unload("A", keep=True)
+    bundles.unload("A")
+    assert not bundles.is_erased("A")
+    loader.let_go.set()
+    settle(bundles)
+    assert bundles.is_erased("A")
+    assert bundles.host_bytes == 0
+
+
+def test_what_has_no_room_in_the_pool_is_read_once(bundles: ResidentBundles, loader: Loader) -> None:
+    loader.let_go.set()
+    for digest in "ABC":
+        load(bundles, digest)
+    assert isinstance(bundles.outcome("C"), CapacityError)
+    bundles.unload("C", keep=True)
+    bundles.unload("A", keep=True)
+    assert load(bundles, "C").digest == "C"
+    assert len(loader.threads) == 3

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from inducekv_vllm.attention.host_bundle import HostBundle
 from inducekv_vllm.attention.pool import MemoryPool, PoolShape
 from inducekv_vllm.attention.resident_bundle import ResidentBundle
 from inducekv_vllm.attention.slots import RequestMemory
@@ -51,7 +52,7 @@ def fitting_bundle(
 
 
 def store(pool: MemoryPool, bundle: Bundle) -> ResidentBundle:
-    return pool.store(bundle, slice(0, pool.shape.num_kv_heads))
+    return pool.store(HostBundle.of(bundle), slice(0, pool.shape.num_kv_heads))
 
 
 def random_memory(
