@@ -152,7 +152,9 @@ def test_a_bundle_that_does_not_fit_is_refused_and_the_others_stay(served: Memor
     size = r"its 12 entries take \d+ adjacent tokens; \d+ of 2048 are free, at most \d+ of them adjacent"
     with pytest.raises(CapacityError, match=rf"{size}.* larger --memory-pool-entries than 256"):
         served.offline.load_bundle(tmp_path / "large.safetensors")
-    assert llm.collective_rpc("inducekv_stats")[0] == before
+    after = llm.collective_rpc("inducekv_stats")[0]
+    assert after.pop("host_bytes") > before.pop("host_bytes")  # it may come again, once others have left
+    assert after == before
     served.check(prompts(1, seed=9), ["first"])
 
 
