@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -106,25 +105,6 @@ def start_engine(model: str, tokens: int, requests: int) -> MemoryLLM:
     )
 
 
-@dataclass
-class Timed:
-    """The engine's steps in which each of `requests` requests got a token."""
-
-    step: Any
-    requests: int
-    seconds: list[float] = field(default_factory=list)
-    _all_before: bool = False
-
-    def __call__(self) -> Any:
-        start = time.perf_counter()
-        outputs = self.step()
-        taken, are_all = time.perf_counter() - start, len(outputs) == self.requests
-        if are_all and self._all_before:  # the first is of prompts
-            self.seconds.append(taken)
-        self._all_before = are_all
-        return outputs
-
-
 def compared(offline: MemoryLLM, memory: ServedBundle, prefix: list[int], requests: int, rounds: int) -> dict[str, Any]:
     """Alternating runs: seconds of a step, and whether both answer alike."""
     questions = [offline.llm.get_tokenizer().encode(f"\nQuestion {n}: what is a statement?") for n in range(requests)]
@@ -151,18 +131,27 @@ def compared(offline: MemoryLLM, memory: ServedBundle, prefix: list[int], reques
 
 
 def timed(offline: MemoryLLM, prompts: list[Any], memory: ServedBundle | None) -> tuple[list[float], list[list[int]]]:
-    """Seconds of the steps, and each answer's tokens."""
+    """Seconds of the steps in which every request gets a token, and each answer's tokens."""
     from vllm import SamplingParams
 
-    engine: Any = offline.llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
-    step = engine.step
-    engine.step = watched = Timed(step, len(prompts))
+    engine, seconds = offline.llm.llm_engine, list[float]()
+    step: Any = engine.step
+
+    def watched() -> Any:
+        start = time.perf_counter()
+        outputs = step()
+        seconds.append(time.perf_counter() - start)
+        return outputs
+
+    engine.step = watched  # type: ignore[method-assign]
     try:
-        answers = offline.generate(prompts, params, memory=memory)
+        answers = offline.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True), memory=memory
+        )
     finally:
-        engine.step = step
-    return watched.seconds, [list(each.output.outputs[0].token_ids) for each in answers]
+        engine.step = step  # type: ignore[method-assign]
+    # The prompts' last tokens are computed first, in one step if the prefix is cached; the last steps may be of few.
+    return seconds[1 - STEPS : -1], [list(each.output.outputs[0].token_ids) for each in answers]
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ Either way its requests stand at positions p, p + 1, .. Shapes: see the package.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -58,7 +58,7 @@ def peft_source(folder: Path) -> Source:
     """
     path = folder / CONFIG
     try:
-        config: Any = json.loads(_content(path))
+        config: Any = from_json(_content(path))
         digests = [sha256_of(each) for each in (path, _weights_of(folder))]
     except OSError as error:
         raise BundleError(f"{folder}: cannot read the adapter: {error.strerror}: {error.filename}") from error

@@ -45,8 +45,10 @@ def float_tensor(found: Any, shape: tuple[int, ...], name: str) -> Tensor:
     if not isinstance(found, Tensor) or found.layout is not torch.strided or not found.is_floating_point():
         kind = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
         raise BundleError(f"{name}: expected a tensor of floating-point numbers, found {kind}")
-    if tuple(found.shape) != shape:  # before a copy: a tensor may claim to be larger than what it views
+    if tuple(found.shape) != shape:
         raise BundleError(f"{name}: expected the shape {list(shape)}, found {list(found.shape)}")
+    if found.nbytes > found.untyped_storage().nbytes():  # before a copy: it repeats what it views
+        raise BundleError(f"{name}: claims {found.nbytes} bytes, and the file has {found.untyped_storage().nbytes()}")
     tensor = found.detach().float()
     if not tensor.isfinite().all():
         raise BundleError(f"{name} contains NaN or infinite values")
