@@ -37,14 +37,13 @@ class Change(StrEnum):
     ROLLBACK = "rollback"
     UNLOAD = "unload"
     FORGET = "forget"
-    RESTORE = "restore"
     TEACH = "teach"
     FORGET_FACTS = "forget_facts"
 
     @property
     def makes_first(self) -> bool:
         """Whether it may make the first version of a name."""
-        return self in (Change.LOAD, Change.RESTORE, Change.TEACH)
+        return self in (Change.LOAD, Change.TEACH)
 
     @property
     def loads(self) -> bool:
@@ -62,7 +61,6 @@ _DONE: Final = {
     Change.ROLLBACK: "rolled back",
     Change.UNLOAD: "unloaded",
     Change.FORGET: "freed of earlier versions",
-    Change.RESTORE: "restored",
     Change.TEACH: "taught",
     Change.FORGET_FACTS: "freed of facts",
 }

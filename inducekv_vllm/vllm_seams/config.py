@@ -40,7 +40,7 @@ class InduceKVConfig(BaseModel):
     # A file for what is loaded, with its versions and an audit chain; None keeps it while the server runs.
     state: str | None = None
     keep_versions: int = Field(default=3, ge=1)  # of each name, for a rollback
-    max_bundles: int = Field(default=64, ge=1)  # names
+    max_bundles: int = Field(default=100_000, ge=1)  # names
     max_waiting_changes: int = Field(default=8, ge=0)  # loads and unloads that may wait for the running one
     load_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     max_bundle_bytes: int = Field(default=4 * 2**30, ge=1)  # a larger file is refused before it is read
