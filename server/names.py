@@ -139,6 +139,7 @@ class Names:
         for digest, found in snapshot.resident.items():
             version = self.versions.setdefault(digest, Version(found.memory, found.nbytes))
             version.is_named = found.is_named
+            self.recency.came(digest)
         for digest in self.versions.keys() - snapshot.resident.keys():
             if not self.versions[digest].is_used:  # otherwise it became resident since the snapshot
                 del self.versions[digest]

@@ -44,6 +44,10 @@ class Checked:
     memory: ServedBundle
     bundle: bytes | None = None  # the content of its file, to be kept
 
+    def at(self, path: str) -> Checked:
+        """The same, in another place."""
+        return dataclasses.replace(self, memory=dataclasses.replace(self.memory, path=path))
+
 
 @dataclasses.dataclass(frozen=True)
 class Changed:
@@ -66,13 +70,15 @@ class BundleReader:
         self._checked: set[str] = set()  # digests that this process has read and checked
         self._folder = tempfile.TemporaryDirectory(prefix="inducekv-")  # of files on their way to the workers
 
-    async def read(self, name: str, path: str, access: Access | None) -> Checked:
+    async def read(self, name: str, path: str, access: Access | None, *, keep: bool = True) -> Checked:
         """A bundle to be served under a name; `path` is what `access` has found inside.
+
+        With `keep`, a state that outlives the server keeps its content.
 
         Raises:
             BundleError: it is no valid bundle, was made for another backbone, or an adapter of its tasks is another.
         """
-        return await self._in_thread(self._read_checked, name, path, access, self._state.keeps_bundles)
+        return await self._in_thread(self._read_checked, name, path, access, keep and self._state.keeps_bundles)
 
     @contextlib.asynccontextmanager
     async def version(self, record: VersionRecord) -> AsyncIterator[Checked]:

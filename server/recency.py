@@ -17,20 +17,27 @@ class Recency:
     """See the module docstring. It knows what this API process was asked for."""
 
     def __init__(self) -> None:
-        self._probation: dict[str, None] = {}  # both: the least recently used first
+        # Both: the least recently used first.
+        self._probation: dict[str, bool] = {}  # whether it was asked for since it came
         self._protected: dict[str, None] = {}
 
+    def came(self, digest: str) -> None:
+        """A version is in the pool."""
+        if digest not in self._protected:
+            self._probation.setdefault(digest, False)
+
     def used(self, digest: str) -> None:
-        """A request begins."""
-        if digest not in self._probation and digest not in self._protected:
-            self._probation[digest] = None
+        """A request asks for a version of the pool."""
+        if not (digest in self._protected or self._probation.get(digest)):
+            self._probation.pop(digest, None)
+            self._probation[digest] = True
             return
         self.gone(digest)
         self._protected[digest] = None
         while len(self._protected) > max(1, PROTECTED * (len(self._protected) + len(self._probation))):
             oldest = next(iter(self._protected))
             del self._protected[oldest]
-            self._probation[oldest] = None
+            self._probation[oldest] = True
 
     def gone(self, digest: str) -> None:
         """A version has left the pool."""
@@ -38,6 +45,5 @@ class Recency:
         self._protected.pop(digest, None)
 
     def least_wanted(self, digests: Collection[str]) -> list[str]:
-        """These versions, in the order in which they are to leave: first what nobody has asked this process for."""
-        known = [*self._probation, *self._protected]
-        return [*(set(digests).difference(known)), *(each for each in known if each in digests)]
+        """These versions of the pool, in the order in which they are to leave."""
+        return [each for each in (*self._probation, *self._protected) if each in digests]

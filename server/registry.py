@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, Literal
 
 from vllm.engine.protocol import EngineClient
@@ -47,12 +48,15 @@ from .metrics import RegistryMetrics
 from .names import Names, unpinned
 from .reader import BundleReader, Checked
 from .residency import Residency
+from .resolvers import resolver_of
+from .resolving import Resolving
 from .schemas import ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
 from .state import ServerState, VersionRecord
 
 logger = logger_of(__name__)
 
 START: Final = "start"  # who loads the bundles of the command line
+RESOLVER: Final = "resolver"  # who loads what a request has asked for by name
 TAUGHT: Final = "taught over HTTP"  # in place of a path
 PAGE: Final = 1000  # names of a list
 
@@ -93,6 +97,12 @@ class BundleRegistry:
             self.following.follow,
             self.in_background,
         )
+        self._resolving: Resolving | None = None
+        if self._config.resolver is not None:
+            self._resolving = Resolving(
+                *(resolver_of(self._config.resolver), state, self._reader, self._config),
+                *(self._publish, partial(self.unload, who=RESOLVER), self.in_background),
+            )
         self.background: set[asyncio.Task[Any]] = set()
 
     # ---- start ---------------------------------------------------------------------------------------------------
@@ -259,6 +269,24 @@ class BundleRegistry:
             logger.info("memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, used)
             return digest
 
+    async def _publish(self, name: str, checked: Checked, tag: str) -> None:
+        """Let a name stand for what the resolver has found, which is cold; the name found first goes if it must.
+
+        Raises:
+            InduceKVError: as for `load`.
+        """
+        async with self._changing(Change.LOAD, name, RESOLVER, bounded=False) as made:
+            is_new = name not in self._names
+            if is_new and self._state.num_names() >= self._config.max_bundles and (first := self._state.found_first()):
+                self._leave(await asyncio.to_thread(self._state.drop, first, RESOLVER))
+            self._check_name(name, replace=True)
+            self._names.check_adapters(name, checked.memory, self._client.vllm_config)
+            record = _record(name, checked.memory, RESOLVER, checked.memory.path)
+            event = Change.LOAD.value if is_new else "replace"
+            arguments = (record, checked.memory, None, None, 1, event, None, tag)
+            self._leave(await made.record(self._state.point, *arguments))
+            logger.info("memory bundle %r found by the resolver: digest %s", name, record.digest)
+
     async def _serve_kept(self, made: Transaction, change: Change, record: VersionRecord) -> MemoryBundleCard:
         """`_serve`, with a version that the state has."""
         async with self._reader.version(record) as checked:
@@ -308,10 +336,10 @@ class BundleRegistry:
 
     @contextlib.asynccontextmanager
     async def _changing(
-        self, change: Change, name: str, who: str, expected_digest: str | None = None
+        self, change: Change, name: str, who: str, expected_digest: str | None = None, *, bounded: bool = True
     ) -> AsyncIterator[Transaction]:
         """`Changes.making`, of a name that stands for what the change expects."""
-        async with self._changes.making(change, name, who) as made:
+        async with self._changes.making(change, name, who, bounded=bounded) as made:
             is_first = change.makes_first and name not in self._names
             found = "no bundle" if is_first else self._names.served(name).digest
             if expected_digest is not None and found != expected_digest:
@@ -336,11 +364,21 @@ class BundleRegistry:
         """Make what a request asks for resident, before vLLM looks for the name; nothing for a name that is unknown.
 
         Raises:
-            RetryableRequestError: the state cannot be read, or the bundle cannot be loaded now.
+            RetryableRequestError: the state cannot be read, or the bundle cannot be found or loaded now.
             CapacityError: the bundle does not fit beside what is pinned.
         """
         self.following.check()
         name, digest = unpinned(model)
+        try:
+            await self._bring(name, digest)
+        except RetryableRequestError:
+            if self._resolving is None or not self._resolving.look_again(name):
+                raise
+            await self._bring(name, digest)
+
+    async def _bring(self, name: str, digest: str) -> None:
+        if self._resolving is not None:
+            await self._resolving.look(name)
         with contextlib.suppress(UnknownBundle):
             if self._names.served(name).digest.startswith(digest):
                 await self._residency.hold(name)

@@ -137,24 +137,23 @@ class Residency:
             raise
 
     async def _load(self, memory: ServedBundle) -> int:
-        """`engines.load`. While there is no room, others leave: as many bytes as its file has, then twice as many."""
-        room = memory.file_bytes
+        """`engines.load`. While there is no room, others leave: one, then two more, then four."""
+        number = 1
         while True:
             try:
                 return await engines.load(self._client, memory)
             except CapacityError:
-                if not await self._make_room(room):
+                if not await self._make_room(number):
                     raise
-                room *= 2
+                number *= 2
 
-    async def _make_room(self, nbytes: int) -> bool:
-        """Let what is wanted the least leave the pool, until this has freed so many bytes; whether any has left."""
-        evictable = await asyncio.to_thread(self._state.evictable)
-        freed = 0
-        for digest in self._names.recency.least_wanted(evictable):
-            if freed < nbytes and await self._evict(digest):
-                freed += evictable[digest]
-        return freed > 0
+    async def _make_room(self, number: int) -> bool:
+        """Let so many of those that are wanted the least leave the pool; whether any has left."""
+        left = 0
+        for digest in self._names.recency.least_wanted(await asyncio.to_thread(self._state.evictable)):
+            if left < number and await self._evict(digest):
+                left += 1
+        return left > 0
 
     async def _evict(self, digest: str) -> bool:
         """Whether a version could leave the pool: no request uses it."""

@@ -319,6 +319,11 @@ class ServerState:
         statement = "SELECT name, digest FROM versions WHERE served AND name > ? ORDER BY name LIMIT ?"
         return self._read(statement, (after, limit))
 
+    def found_first(self) -> str | None:
+        """Of the names that a resolver has found, the one that was found before all others."""
+        found = self._read("SELECT name FROM versions JOIN tags USING (name) WHERE served ORDER BY number LIMIT 1")
+        return found[0][0] if found else None
+
     def num_names(self) -> int:
         """How many names stand for something."""
         ((number,),) = self._read("SELECT count(*) FROM versions WHERE served")
@@ -335,14 +340,13 @@ class ServerState:
     def is_pinned(self, name: str) -> bool:
         return bool(self._now("SELECT 1 FROM pins WHERE name = ?", (name,)))
 
-    def evictable(self) -> dict[str, int]:
-        """What may leave the pool, with its bytes: what no pinned name stands for."""
-        return dict(
-            self._read(
-                "SELECT digest, resident_bytes FROM contents WHERE resident_bytes IS NOT NULL AND digest NOT IN "
-                "(SELECT digest FROM versions JOIN pins USING (name) WHERE served)"
-            )
+    def evictable(self) -> set[str]:
+        """The resident versions that may leave the pool: no pinned name stands for them."""
+        rows = self._read(
+            "SELECT digest FROM contents WHERE resident_bytes IS NOT NULL AND digest NOT IN "
+            "(SELECT digest FROM versions JOIN pins USING (name) WHERE served)"
         )
+        return {digest for (digest,) in rows}
 
     def records(self, name: str) -> tuple[VersionRecord, ...]:
         """The versions of a name, served or not, the newest first."""
@@ -372,16 +376,17 @@ class ServerState:
         self,
         record: VersionRecord,
         memory: ServedBundle,
-        resident_bytes: int,
+        resident_bytes: int | None,
         bundle: bytes | None,
         keep: int,
         event: str,
         pin: bool | None = None,
         tag: str | None = None,
     ) -> str | None:
-        """Let a name stand for a version that is resident; return what it stood for before, if no name does any more.
+        """Let a name stand for a version; return what it stood for before, if no name does any more.
 
         Args:
+            resident_bytes: in the pool of one rank; None if it was not made resident now.
             bundle: the content of its file, to be kept.
             keep: at most so many versions of the name are kept.
             event: how the audit chain names the change.
@@ -415,7 +420,8 @@ class ServerState:
             rows.execute(
                 "INSERT INTO contents VALUES (?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT DO UPDATE SET metadata = excluded.metadata, "
-                "path = excluded.path, file_bytes = excluded.file_bytes, resident_bytes = excluded.resident_bytes, "
+                "path = excluded.path, file_bytes = excluded.file_bytes, "
+                "resident_bytes = coalesce(excluded.resident_bytes, resident_bytes), "
                 "bundle = coalesce(excluded.bundle, bundle)",
                 (record.digest, metadata, memory.path, memory.file_bytes, resident_bytes, bundle),
             )
