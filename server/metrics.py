@@ -74,6 +74,14 @@ CHANGE_SECONDS = Histogram(
     ["change"],
     buckets=CHANGE_BUCKETS,
 )
+COLD_SECONDS = Histogram(
+    "inducekv:cold_seconds",
+    "Seconds that a request has waited for the bundle of a cold name.",
+    buckets=(0.001, 0.0025, 0.005, *CHANGE_BUCKETS[:11]),
+)
+EVICTIONS = Counter("inducekv:evictions", "Versions that have left the pool for others.")
+LOOKS = Counter("inducekv:resolver_looks", "Names looked up with the resolver, by what came of it.", ["outcome"])
+FOUND, SAME, MISSING, FAILED = LOOK_OUTCOMES = ("found", "same", "missing", "failed")
 _OF_A_NAME: Final = (BUNDLE_INFO, LOADED_AT, ENTRIES, RESIDENT_BYTES)
 
 
@@ -96,6 +104,8 @@ class RegistryMetrics:
         self._series: dict[str, BundleMetrics] = {}  # by name
         self._asked: Counts[str] = Counts()  # requests, by name
         BUILD_INFO.labels(inducekv_vllm.__version__, vllm.__version__).set(1)
+        for outcome in LOOK_OUTCOMES:
+            LOOKS.labels(outcome)
         for change in Change:
             CHANGE_SECONDS.labels(change)
             for outcome in OUTCOMES:

@@ -334,10 +334,10 @@ class Names:
             )
         return found
 
-    @property
-    def task_adapters(self) -> list[LoRARequest]:
-        """Of all tasks of all versions that are resident."""
-        return [adapter for version in self.versions.values() for adapter in version.task_adapters.values()]
+    def task_adapters_but(self, digest: str) -> list[LoRARequest]:
+        """Of all tasks of all other versions that are resident."""
+        others = [version for each, version in self.versions.items() if each != digest]
+        return [adapter for version in others for adapter in version.task_adapters.values()]
 
 
 def task_adapters(memory: ServedBundle) -> dict[str, LoRARequest]:

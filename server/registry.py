@@ -400,7 +400,7 @@ class BundleRegistry:
                 if not is_unused or not await asyncio.to_thread(self._state.release, digest):
                     return
                 await self.following.follow()
-            is_erased = await engines.release(self._client, memory, self._names.task_adapters)
+            is_erased = await engines.release(self._client, memory, self._names.task_adapters_but(digest))
             if is_erased is not None:
                 await self.journal.note("release", digest=digest, erased=is_erased)
 

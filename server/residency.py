@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import RetryableRequestError
@@ -23,12 +24,14 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 
 from . import engines
 from .changes import Changes
+from .metrics import COLD_SECONDS, EVICTIONS
 from .names import Names
 from .reader import BundleReader
 from .state import ServerState
 from .turn import TURN
 
 logger = logger_of(__name__)
+T = TypeVar("T")
 ROOM_S: Final = 0.1  # how often a request that waits for room looks what other API processes have left
 WAIT_S: Final = 60.0  # so long it waits at most
 
@@ -70,32 +73,36 @@ class Residency:
             if name not in self._coming:
                 self._coming[name] = self._in_background(self._warm(name))
                 self._coming[name].add_done_callback(lambda _: self._coming.pop(name))
-            await asyncio.shield(self._coming[name])
+            with COLD_SECONDS.time():
+                await self._arrival(name)
         turn = TURN.get()
         if turn is None:
             end()
         else:
             turn.callback(end)
 
-    async def _warm(self, name: str) -> None:
-        """Load what a cold name stands for. Raises as `hold`."""
+    async def _arrival(self, name: str) -> None:
         limit = min(WAIT_S, self._config.load_timeout_s)
         try:
             async with asyncio.timeout(limit):
-                while not await self._is_warm(name):
-                    self._names.unused.clear()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._names.unused.wait(), ROOM_S)
+                await asyncio.shield(self._coming[name])
         except TimeoutError as error:
-            logger.warning("memory bundle %r: no room in the pool for it in %g s", name, limit)
-            raise RetryableRequestError(
-                f"memory bundle {name!r}: there was no room in the pool in {limit:g} s"
-            ) from error
+            logger.warning("memory bundle %r was not loaded in %g s: no room, or a change takes long", name, limit)
+            raise RetryableRequestError(f"memory bundle {name!r} could not be loaded in {limit:g} s") from error
+
+    async def _warm(self, name: str) -> None:
+        """Load what a cold name stands for. Raises as `hold`."""
+        deadline = time.monotonic() + WAIT_S  # nobody waits any more
+        try:
+            while not await self._is_warm(name) and time.monotonic() < deadline:
+                self._names.unused.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._names.unused.wait(), ROOM_S)
         except CapacityError as error:
             logger.warning("memory bundle %r cannot be loaded: %s", name, error)
             raise CapacityError(f"memory bundle {name!r} does not fit into the pool beside what is pinned") from error
-        except InduceKVError as error:
-            logger.warning("memory bundle %r cannot be loaded: %s", name, error)
+        except (InduceKVError, TimeoutError) as error:
+            logger.warning("memory bundle %r cannot be loaded: %s", name, error or "it takes too long")
             raise RetryableRequestError(f"memory bundle {name!r} cannot be loaded now") from error
 
     async def _is_warm(self, name: str) -> bool:
@@ -125,13 +132,14 @@ class Residency:
 
         Raises:
             InduceKVError: as for `engines.load`.
+            TimeoutError: it takes too long.
         """
         version = self._names.versions.get(memory.digest)
         try:
             yield version.resident_bytes if version else await self._load(memory)
         except BaseException as error:
             if version is None:
-                unloading = self._in_background(engines.unload(self._client, memory, self._names.task_adapters))
+                unloading = self._in_background(self._unload(memory))
                 if not isinstance(error, asyncio.CancelledError):  # out of time
                     await unloading
             raise
@@ -141,7 +149,8 @@ class Residency:
         number = 1
         while True:
             try:
-                return await engines.load(self._client, memory)
+                async with asyncio.timeout(self._config.load_timeout_s):
+                    return await engines.load(self._client, memory)
             except CapacityError:
                 if not await self._make_room(number):
                     raise
@@ -151,17 +160,32 @@ class Residency:
         """Let so many of those that are wanted the least leave the pool; whether any has left."""
         left = 0
         for digest in self._names.recency.least_wanted(await asyncio.to_thread(self._state.evictable)):
-            if left < number and await self._evict(digest):
+            if left < number and await _to_its_end(self._evict(digest)):
                 left += 1
         return left > 0
 
     async def _evict(self, digest: str) -> bool:
         """Whether a version could leave the pool: no request uses it."""
+        version = self._names.versions.get(digest)
+        memory = version.memory if version is not None else await asyncio.to_thread(self._state.memory, digest)
         with self._names.leaving(digest) as is_unused:
             if not is_unused or not await asyncio.to_thread(self._state.evict, digest):
                 return False
-            memory = self._names.versions[digest].memory
-            await self._follow()
-            await engines.unload(self._client, memory, self._names.task_adapters)
+            await self._unload(memory)
+        await self._follow()
+        EVICTIONS.inc()
         logger.info("memory of digest %s has left the pool: others were asked for since", digest)
         return True
+
+    async def _unload(self, memory: ServedBundle) -> None:
+        await engines.unload(self._client, memory, self._names.task_adapters_but(memory.digest))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of what may not be left half done: if it is cancelled, it ends first."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -25,6 +25,7 @@ from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .access import Access
+from .metrics import FAILED, FOUND, LOOKS, MISSING, SAME
 from .reader import BundleReader, Checked
 from .resolvers import SUFFIX, MemoryResolver, can_be_resolved
 from .state import ServerState
@@ -96,19 +97,23 @@ class Resolving:
         try:
             tag = await self._apart(self._resolver.tag, name) if can_be_resolved(name) else None
             served = self._state.served(name)
+            outcome = SAME
             if tag is None:
+                outcome = MISSING
                 self._missing[name] = None
                 if served is not None:
                     await self._withdraw(name)
             elif served is None or served.tag != tag:
-                what = "cannot be used as it is now"
+                outcome, what = FOUND, "cannot be used as it is now"
                 await self._take(name, tag)
             self._fresh[name] = None
+            LOOKS.labels(outcome).inc()
         except Exception as error:  # whatever a resolver raises
             limit = self._config.resolver_timeout_s
             reason = f"no answer in {limit:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
             logger.warning("memory bundle %.200r %s: %.1000s", name, what, " ".join(reason.split()))
             self._failed[name] = what
+            LOOKS.labels(FAILED).inc()
 
     async def _take(self, name: str, tag: str) -> None:
         """Fetch, check and publish what the resolver has of a name. Nothing is left of what is refused."""

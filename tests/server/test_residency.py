@@ -117,7 +117,7 @@ async def test_a_request_waits_for_room_and_nobody_else_does(pool: Pool, monkeyp
         assert pool.resident == {"n0", "n2", "n3"}
         await pool.begin("n0", others)
         monkeypatch.setattr(residency, "WAIT_S", 0.05)
-        with pytest.raises(RetryableRequestError, match=r"'n1': there was no room in the pool in 0\.05 s"):
+        with pytest.raises(RetryableRequestError, match=r"'n1' could not be loaded in 0\.05 s"):
             await pool.ask("n1")
 
 
