@@ -19,6 +19,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -79,14 +80,19 @@ class Server:
 
     # ---- bundles -------------------------------------------------------------------------------------------------
 
-    def bundles(self) -> list[dict[str, Any]]:
-        """The cards of all bundles that are loaded."""
-        found: list[dict[str, Any]] = self.call("GET", "memory_bundles")["data"]
-        return found
+    def bundles(self, page: int = 1000) -> Iterator[dict[str, Any]]:
+        """The cards of all names, in alphabetical order; so many are asked for at once."""
+        yield from self._pages("memory_bundles", "name", page)
 
     def digest(self, name: str) -> str | None:
         """What a name stands for; None for nothing."""
-        return next((str(card["digest"]) for card in self.bundles() if card["name"] == name), None)
+        try:
+            card = self.call("GET", f"memory_bundles/{_quoted(name)}")["bundle"]
+        except ServerError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return None
+            raise
+        return None if card is None else str(card["digest"])
 
     def load(
         self, name: str, path: str | Path, *, replace: bool = True, expected_digest: str | None = None
@@ -128,14 +134,7 @@ class Server:
 
     def facts(self, name: str, page: int = 1000) -> Iterator[dict[str, Any]]:
         """All facts of a bundle, in the order in which they were taught; so many are asked for at once."""
-        after: dict[str, str] = {}
-        has_more = True
-        while has_more:
-            query = urllib.parse.urlencode({"limit": page, **after})
-            found = self.call("GET", f"{_examples(name)}?{query}", as_admin=True)
-            yield from found["data"]
-            has_more = found["has_more"]
-            after = {"after": found["data"][-1]["id"]} if has_more else {}
+        yield from self._pages(_examples(name), "id", page, as_admin=True)
 
     def correct(self, name: str, fact: str, **changes: Any) -> dict[str, Any]:
         """Give a fact another answer, question or date, or other wordings: `answer`, `messages`, `expires_at`, `also`
@@ -224,6 +223,17 @@ class Server:
             ) from error
         except (OSError, ValueError, HTTPException) as error:
             raise ServerError(f"{address} cannot be reached: {error}") from error
+
+    def _pages(self, route: str, key: str, page: int, *, as_admin: bool = False) -> Iterator[dict[str, Any]]:
+        """What a route lists, page by page; an item of a list has its name under `key`."""
+        after: dict[str, str] = {}
+        has_more = True
+        while has_more:
+            query = urllib.parse.urlencode({"limit": page, **after})
+            found = self.call("GET", f"{route}?{query}", as_admin=as_admin)
+            yield from found["data"]
+            has_more = found["has_more"]
+            after = {"after": found["data"][-1][key]} if has_more else {}
 
     def _change(self, route: str, body: Mapping[str, Any], **more: str | None) -> dict[str, Any]:
         given = {name: value for name, value in more.items() if value is not None}

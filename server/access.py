@@ -150,15 +150,3 @@ class OwnerMiddleware:
             keys = [value for name, value in scope["headers"] if name == b"authorization"]
             OWNER.set(hashlib.sha256(keys[0]).hexdigest() if keys else "")
         await self._app(scope, receive, send)
-
-
-class TurnMiddleware:
-    """Lets a request see every change that was acknowledged before it, by whichever API process."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await scope["app"].state.inducekv_registry.following.see_changes()
-        await self._app(scope, receive, send)

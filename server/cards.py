@@ -8,7 +8,7 @@ from typing import Any
 from inducekv_vllm.errors import UnknownBundle
 
 from .changes import Change
-from .names import Names
+from .names import Names, task_adapters
 from .schemas import (
     BundleState,
     DrainingMemory,
@@ -23,8 +23,8 @@ from .state import Attempt, VersionRecord
 
 def card(names: Names, name: str, is_admin: bool) -> MemoryBundleCard:
     """The bundle that a name stands for; requests are those of this API process."""
-    version, records = names.of(name), names.records[name]
-    memory = version.memory
+    served, records, memory = names.served(name), names.records(name), names.memory(name)
+    version = names.versions.get(served.digest)
     fields: dict[str, Any] = {
         field: getattr(memory.metadata, field)
         for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter", "strictness")
@@ -35,22 +35,26 @@ def card(names: Names, name: str, is_admin: bool) -> MemoryBundleCard:
         entries=memory.num_entries,
         facts=len(memory.metadata.facts),
         expired_entries=memory.num_entries - len(memory.alive()),
-        task_adapters={t: adapter.lora_path if is_admin else None for t, adapter in version.task_adapters.items()},
+        task_adapters={t: each.lora_path if is_admin else None for t, each in task_adapters(memory).items()},
         tasks=dict(Counter(entry.task for entry in memory.entries)),
         gate_tasks=list(memory.metadata.gate_tasks) or None,
         file_bytes=memory.file_bytes,
-        resident_bytes=version.resident_bytes,
-        active_requests=version.active,
+        is_resident=served.resident_bytes is not None,
+        resident_bytes=served.resident_bytes or 0,
+        pinned=names.is_pinned(name),
+        active_requests=version.active if version is not None else 0,
         versions=[_version(record, is_admin) for record in records],
         **fields,
     )
 
 
-def listing(names: Names, is_admin: bool) -> MemoryBundleList:
-    """All names, and the versions that drain."""
-    draining = [version for version in names.versions.values() if not version.names]
+def listing(names: Names, is_admin: bool, after: str, limit: int) -> MemoryBundleList:
+    """The next names in alphabetical order, and the versions that drain."""
+    draining = [version for version in names.versions.values() if not version.is_named]
+    found = names.page(after, limit + 1)
     return MemoryBundleList(
-        data=[card(names, name, is_admin) for name in names.records],
+        data=[card(names, name, is_admin) for name, _ in found[:limit]],
+        has_more=len(found) > limit,
         draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
     )
 
@@ -69,7 +73,7 @@ def detail(names: Names, name: str, attempt: Attempt, is_admin: bool) -> MemoryB
         state = "loading"
     elif attempt.reason is not None:
         state = "failed"
-    elif left is not None and not left.names:
+    elif left is not None and not left.is_named:
         state = "draining"
     else:
         raise UnknownBundle(f"no memory bundle {name!r:.200} is loaded")

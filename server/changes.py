@@ -37,14 +37,13 @@ class Change(StrEnum):
     ROLLBACK = "rollback"
     UNLOAD = "unload"
     FORGET = "forget"
-    RESTORE = "restore"
     TEACH = "teach"
     FORGET_FACTS = "forget_facts"
 
     @property
     def makes_first(self) -> bool:
         """Whether it may make the first version of a name."""
-        return self in (Change.LOAD, Change.RESTORE, Change.TEACH)
+        return self in (Change.LOAD, Change.TEACH)
 
     @property
     def loads(self) -> bool:
@@ -62,7 +61,6 @@ _DONE: Final = {
     Change.ROLLBACK: "rolled back",
     Change.UNLOAD: "unloaded",
     Change.FORGET: "freed of earlier versions",
-    Change.RESTORE: "restored",
     Change.TEACH: "taught",
     Change.FORGET_FACTS: "freed of facts",
 }
@@ -107,8 +105,8 @@ class Changes:
         self._waiting = 0  # changes, the running one included
 
     @contextlib.asynccontextmanager
-    async def making(self, change: Change, name: str, who: str) -> AsyncIterator[Transaction]:
-        """One change, alone and within the time that it may take.
+    async def making(self, change: Change, name: str, who: str, *, bounded: bool = True) -> AsyncIterator[Transaction]:
+        """One change, alone and within the time that it may take. `bounded`: so that not too many wait.
 
         Raises:
             TooManyChanges: too many changes wait.
@@ -116,7 +114,7 @@ class Changes:
             RetryableRequestError: the server is shutting down.
         """
         limit = self._config.load_timeout_s
-        async with self._shown(change, name, who):
+        async with self._shown(change, name, who, bounded):
             with self._counted(change), self._stop.running():
                 try:
                     async with asyncio.timeout(limit) as timer, self.alone():
@@ -138,11 +136,11 @@ class Changes:
                 self._state.end_change()
 
     @contextlib.asynccontextmanager
-    async def _shown(self, change: Change, name: str, who: str) -> AsyncIterator[None]:
+    async def _shown(self, change: Change, name: str, who: str, bounded: bool) -> AsyncIterator[None]:
         """A change is shown while it waits and runs; if it is refused, that is shown, logged and recorded."""
         began, is_shown, failure = time.monotonic(), False, None
         try:
-            with self._waiting_turn():
+            with self._waiting_turn() if bounded else contextlib.nullcontext():
                 await asyncio.to_thread(self._state.attempt, name, loading=change.loads)
                 is_shown = True
                 yield

@@ -30,7 +30,7 @@ from inducekv_vllm.vllm_seams.config import RUN_VARIABLE, WORKER_CLS, InduceKVCo
 from inducekv_vllm.vllm_seams.logs import logger_of
 
 from . import inspection, page, teaching
-from .access import Access, OwnerMiddleware, TurnMiddleware
+from .access import Access, OwnerMiddleware
 from .bodies import BodyMiddleware, MemoryRoute, SagemakerMiddleware
 from .metrics import POOL_BYTES
 from .names import PIN
@@ -57,6 +57,7 @@ from .schemas import (
     UnloadMemoryBundleResponse,
 )
 from .state import ServerState
+from .turn import TurnMiddleware
 
 logger = logger_of(__name__)
 router = APIRouter(tags=[TAG], route_class=MemoryRoute)
@@ -69,6 +70,8 @@ class InduceKVEndpoint:
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        routes = app.router.routes
+        routes[:] = [route for route in routes if getattr(route, "path", None) != inspection.MODELS]
         app.include_router(router)
         app.include_router(teaching.router)  # before a route that takes any name
         app.include_router(inspection.router)
@@ -102,12 +105,13 @@ class InduceKVEndpoint:
         memory_state = await asyncio.to_thread(
             lambda: ServerState(config.state or run / "state", keeps_bundles=config.state is not None, process=process)
         )
-        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, processes)
+        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop)
         await registry.start(run.name, access.key_name)
         engine = MemoryEngine(engine_client, registry, config, stop, registry.journal)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
+        bring_bundles(state, models, registry)
         state.inducekv_registry, state.inducekv_engine, state.inducekv_access = registry, engine, access
 
 
@@ -188,6 +192,23 @@ def refuse_beam_search(state: State, engine: MemoryEngine) -> None:
             serving.beam_search = guarded(serving.beam_search)  # type: ignore[method-assign]
 
 
+def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleRegistry) -> None:
+    """Make every OpenAI route load the bundle that a request names, where vLLM looks whether the name is served."""
+
+    def guarded(check: Callable[..., Any]) -> Callable[..., Any]:
+        async def guarded_check(request: Any) -> Any:
+            model = request.model
+            if model and not models.is_base_model(model) and not dict.__contains__(models.lora_requests, model):
+                await registry.bring(model)
+            return await check(request)
+
+        return guarded_check
+
+    for serving in vars(state)["_state"].values():
+        if hasattr(serving, "_check_model"):
+            serving._check_model = guarded(serving._check_model)
+
+
 @router.post(
     "/v1/load_memory_bundle",
     summary="Load or replace a bundle",
@@ -207,6 +228,7 @@ async def load_memory_bundle(body: LoadMemoryBundleRequest, request: Request, ad
         expected_digest=body.expected_digest,
         who=admin,
         access=access_of(request),
+        pin=body.pin,
     )
 
 

@@ -54,7 +54,7 @@ class Following:
             raise RetryableRequestError(self._behind)
 
     async def follow(self) -> None:
-        """Serve what the state has now, or has later. Raises ConfigError: it cannot be read.
+        """See what is resident now, or later. Raises ConfigError: it cannot be read.
 
         Once is enough, whatever changes meanwhile: with traces and audited answers that may be at every moment.
         """
@@ -63,5 +63,5 @@ class Following:
         async with self._turn:
             if (number := self._state.change_number()) == self._seen:
                 return
-            self._names.follow(await asyncio.to_thread(self._state.snapshot))
+            await self._names.follow()
             self._seen = number

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import vllm
 from fastapi import APIRouter, Path, Query, Request
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.serve.engine.protocol import ModelCard
+from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 
 import inducekv_vllm
 from inducekv_vllm.bundle import FORMAT_VERSION
 from inducekv_vllm.frontend.owner import OWNER
 
-from .names import unpinned
+from .registry import PAGE
 from .requests import TAG, KeyToSeeMore, access_of, error_answer, errors, registry_of
 from .schemas import BundleState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
 
 router = APIRouter(tags=[TAG])
+MODELS: Final = "/v1/models"
+After = Annotated[str, Query(description="The last name that was listed before.")]
+Limit = Annotated[int, Query(ge=1, le=PAGE, description="At most so many are listed.")]
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
 
 
-@router.get("/v1/memory_bundles", summary="List the loaded bundles")
-async def memory_bundles(request: Request, key: KeyToSeeMore = None) -> MemoryBundleList:
-    """Every name with its bundle and its versions, and the versions that still drain. The admin also sees paths."""
-    return registry_of(request).shown(is_admin=access_of(request).is_admin(key))
+class ModelPage(ModelList):
+    """Response of GET /v1/models."""
+
+    has_more: bool
+
+
+@router.get(
+    "/v1/memory_bundles",
+    summary="List the bundles",
+    responses=errors(BAD_REQUEST="`limit` is no number from 1 to 1000."),
+)
+async def memory_bundles(
+    request: Request, key: KeyToSeeMore = None, after: After = "", limit: Limit = PAGE
+) -> MemoryBundleList:
+    """Names with their bundles and versions, and the versions that still drain. The admin also sees paths."""
+    shown = registry_of(request).shown
+    return await asyncio.to_thread(shown, is_admin=access_of(request).is_admin(key), after=after, limit=limit)
 
 
 @router.get(
@@ -91,6 +108,23 @@ async def memory_server() -> MemoryServer:
     )
 
 
+@router.get(MODELS, summary="List the models", responses=errors(BAD_REQUEST="`limit` is no number from 1 to 1000."))
+async def models(request: Request, after: After = "", limit: Limit = PAGE) -> ModelPage:
+    """OpenAI's list, in place of vLLM's: the served model and its adapters, then bundles in alphabetical order."""
+    served: OpenAIServingModels = request.app.state.openai_serving_models
+    first = (await served.show_available_models()).data
+    ids = [card.id for card in first]
+    if after:
+        first = first[ids.index(after) + 1 :] if after in ids else []
+    bundles = await asyncio.to_thread(registry_of(request).page, "" if after in ids else after, limit + 1)
+    cards = [*first, *(_card(served, name, digest) for name, digest in bundles)]
+    return ModelPage(data=cards[:limit], has_more=len(cards) > limit)
+
+
+def _card(served: OpenAIServingModels, name: str, digest: str) -> ModelCard:
+    return ModelCard(id=name, root=digest, parent=served.base_model_paths[0].name, permission=[ModelPermission()])
+
+
 @router.get(
     "/v1/models/{model:path}",
     summary="Show one model",
@@ -105,10 +139,10 @@ async def model_card(
 
     `NAME@DIGEST` is the bundle NAME while it stands for that version.
     """
-    models: OpenAIServingModels = request.app.state.openai_serving_models
-    cards = {card.id: card for card in (await models.show_available_models()).data}
-    if model in cards:
-        return cards[model]
-    if model in models.lora_requests:  # pinned to a version: served, but not listed
-        return cards[unpinned(model)[0]].model_copy(update={"id": model})
+    served: OpenAIServingModels = request.app.state.openai_serving_models
+    for card in (await served.show_available_models()).data:
+        if card.id == model:
+            return card
+    if (found := served.lora_requests.get(model)) is not None:
+        return _card(served, model, found.lora_path)
     return error_answer(f"The model `{model:.200}` does not exist.", HTTPStatus.NOT_FOUND)

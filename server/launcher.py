@@ -100,6 +100,10 @@ def add_flags(group: Any) -> None:
     add("--no-memory-remainder", "remainder", None, text, action="store_const", const=False)
     text = "let bundles in DIR be loaded while the server runs; needs an admin key"
     add("--memory-root", "roots", "DIR", text, type=_folder, action="append")
+    text = "look up the bundle NAME as URI/NAME.safetensors when a request asks for it: a folder, or what fsspec reads"
+    add("--memory-resolver", "resolver", "URI", text, type=_folder_or_uri)
+    text = "keep what --memory-resolver fetches in DIR"
+    add("--memory-resolver-cache", "resolver_cache", "DIR", text, type=_absolute)
     text = f"the key of those who may change bundles; better in {ADMIN_KEY_VARIABLE}, where other users do not see it"
     add("--memory-admin-key", "admin_key", "KEY", text)
     text = "keep what is loaded, its versions and a record of all changes in FILE, and serve it again after a restart"
@@ -122,6 +126,10 @@ def add_flags(group: Any) -> None:
 
 def _absolute(path: str) -> str:
     return str(Path(path).absolute())
+
+
+def _folder_or_uri(uri: str) -> str:
+    return uri if "://" in uri else _folder(uri)
 
 
 def _folder(path: str) -> str:
@@ -228,6 +236,7 @@ def check_files(config: InduceKVConfig) -> None:
     from inducekv_vllm.bundle import read_bundle, read_public_key, require_signature
     from inducekv_vllm.workers.gate_log import open_log
 
+    from .resolvers import resolver_of
     from .state import check_state_file
 
     signers = [read_public_key(path) for path in config.require_signature]
@@ -235,6 +244,8 @@ def check_files(config: InduceKVConfig) -> None:
         bundle = read_bundle(path, name=f"--memory {name}: {path}")
         if signers:
             require_signature(bundle.signature, bundle.digest, signers, f"--memory {name}: {path}")
+    if config.resolver is not None:
+        resolver_of(config.resolver)
     if config.state is not None:
         check_state_file(Path(config.state))
     if config.gate_log is not None:

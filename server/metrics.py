@@ -1,12 +1,15 @@
 """Metrics of the loaded bundles and their changes; vLLM's route `/metrics` exports them.
 
+The names that are asked for the most have series of their own; all others share those of the name "(other)".
+
 `inducekv_vllm/frontend/observation.py` has those of the requests.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter as Counts
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, Protocol
 
@@ -14,12 +17,14 @@ import vllm
 from prometheus_client import Counter, Gauge, Histogram
 
 import inducekv_vllm
-from inducekv_vllm.frontend.observation import BundleMetrics, end_series, several_processes
+from inducekv_vllm.frontend.observation import OTHER, BundleMetrics, end_series, several_processes
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 
 from .changes import Change
 
 OUTCOMES: Final = ("done", "refused")
+EXPORTED: Final = 64  # names with series of their own
+COUNTED: Final = 4096  # names whose requests are counted for that
 CHANGE_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 BUILD_INFO = Gauge(
@@ -60,7 +65,7 @@ DRAINING_REQUESTS = Gauge(
 )
 BUNDLE_CHANGES = Counter(
     "inducekv:changes",
-    "Loads, rollbacks, unloads, forgotten and restored versions, changes of facts, by their outcome.",
+    "Loads, rollbacks, unloads, forgotten versions, changes of facts, by their outcome.",
     ["change", "outcome"],
 )
 CHANGE_SECONDS = Histogram(
@@ -69,6 +74,14 @@ CHANGE_SECONDS = Histogram(
     ["change"],
     buckets=CHANGE_BUCKETS,
 )
+COLD_SECONDS = Histogram(
+    "inducekv:cold_seconds",
+    "Seconds that a request has waited for the bundle of a cold name.",
+    buckets=(0.001, 0.0025, 0.005, *CHANGE_BUCKETS[:11]),
+)
+EVICTIONS = Counter("inducekv:evictions", "Versions that have left the pool for others.")
+LOOKS = Counter("inducekv:resolver_looks", "Names looked up with the resolver, by what came of it.", ["outcome"])
+FOUND, SAME, MISSING, FAILED = LOOK_OUTCOMES = ("found", "same", "missing", "failed")
 _OF_A_NAME: Final = (BUNDLE_INFO, LOADED_AT, ENTRIES, RESIDENT_BYTES)
 
 
@@ -77,7 +90,7 @@ class Resident(Protocol):
 
     memory: ServedBundle
     resident_bytes: int
-    names: set[str]
+    is_named: bool
     active: int
 
 
@@ -88,24 +101,35 @@ class RegistryMetrics:
         """`is_first`: of the API process that counts for all what the workers hold."""
         self._is_first = is_first
         self._digests: dict[str, str] = {}  # by name, of the exported series
-        self._requests: dict[str, BundleMetrics] = {}  # by name
+        self._series: dict[str, BundleMetrics] = {}  # by name
+        self._asked: Counts[str] = Counts()  # requests, by name
         BUILD_INFO.labels(inducekv_vllm.__version__, vllm.__version__).set(1)
+        for outcome in LOOK_OUTCOMES:
+            LOOKS.labels(outcome)
         for change in Change:
             CHANGE_SECONDS.labels(change)
             for outcome in OUTCOMES:
                 BUNDLE_CHANGES.labels(change, outcome)
 
-    def of_requests(self, name: str) -> BundleMetrics:
-        return self._requests[name]
+    @property
+    def exported(self) -> list[str]:
+        """The names with series of their own."""
+        return list(self._series)
+
+    def of_requests(self, name: str, version: Resident) -> BundleMetrics:
+        """The series that a request to a name counts in."""
+        self._asked[name] += 1
+        if len(self._asked) > COUNTED:
+            self._asked = Counts(dict(self._asked.most_common(EXPORTED)))
+        self.pointed(name, version)
+        return self._series.get(name) or BundleMetrics(name, label=OTHER)
 
     def pointed(self, name: str, version: Resident) -> None:
         """`name` now stands for this version."""
-        if name not in self._requests:
-            self._requests[name] = BundleMetrics(name)
-        self._requests[name].begin(version.memory)
         digest = version.memory.digest
-        if self._digests.get(name) == digest:
+        if self._digests.get(name) == digest or not self._has_series(name):
             return
+        self._series[name].begin(version.memory)
         self._end_digest(name)
         self._digests[name] = digest
         BUNDLE_INFO.labels(name, digest).set(1)
@@ -113,8 +137,19 @@ class RegistryMetrics:
         ENTRIES.labels(name).set(version.memory.num_entries)
         RESIDENT_BYTES.labels(name).set(version.resident_bytes)
 
-    def unloaded(self, name: str) -> None:
-        self._requests.pop(name).end()
+    def _has_series(self, name: str) -> bool:
+        """Whether a name has series; it may begin some, in the place of a name that is asked for half as often."""
+        if name not in self._series:
+            if len(self._series) >= EXPORTED:
+                least = min(self._series, key=lambda each: self._asked[each])
+                if self._asked[name] <= 2 * self._asked[least]:
+                    return False
+                self._end(least)
+            self._series[name] = BundleMetrics(name)
+        return True
+
+    def _end(self, name: str) -> None:
+        self._series.pop(name).end()
         self._end_digest(name)
         for metric in _OF_A_NAME:
             end_series(metric, name)
@@ -128,14 +163,22 @@ class RegistryMetrics:
         else:
             BUNDLE_INFO.remove(name, digest)
 
-    def holds(self, versions: Iterable[Resident]) -> None:
-        """These versions are resident."""
-        held = list(versions)
-        draining = [version for version in held if not version.names]
+    def follow(self, names: Mapping[str, str], versions: Mapping[str, Resident]) -> None:
+        """
+        Args:
+            names: what the exported names stand for.
+            versions: those that are resident, by digest.
+        """
+        for name in self.exported:
+            if name not in names:
+                self._end(name)
+            elif names[name] in versions:
+                self.pointed(name, versions[names[name]])
+        unnamed = [version for version in versions.values() if not version.is_named]
         if self._is_first:
-            POOL_USED_BYTES.set(sum(version.resident_bytes for version in held))
-            DRAINING_VERSIONS.set(len(draining))
-        DRAINING_REQUESTS.set(sum(version.active for version in draining))
+            POOL_USED_BYTES.set(sum(version.resident_bytes for version in versions.values()))
+            DRAINING_VERSIONS.set(len(unnamed))
+        DRAINING_REQUESTS.set(sum(version.active for version in unnamed))
 
     @contextmanager
     def change(self, change: Change) -> Iterator[None]:

@@ -1,33 +1,39 @@
-"""What one API process serves: its names, the versions that they stand for, and the requests that use them.
+"""What one API process serves: names, the versions that they stand for, and the requests that use them.
 
-Names are entries of vLLM's table of adapters, so every OpenAI route lists and accepts them. A request may be pinned to
-a version: the model "NAME@DIGEST" is the bundle NAME, while it stands for that content.
+The state has the names (`state.py`). vLLM's table of adapters finds them there, so every OpenAI route accepts them. A
+request may ask for one version: the model "NAME@DIGEST" is the bundle NAME, while it stands for that content.
+
+A version that a name stands for may have left the pool: then the name is *cold*, and a request waits until it is loaded
+again (`residency.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from vllm.config import VllmConfig
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.exceptions import RetryableRequestError
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import AdapterRecord
-from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel
+from inducekv_vllm.errors import CapacityError, ConfigError, InduceKVError, UnknownBundle, UnsupportedModel
 from inducekv_vllm.frontend.memory_engine import Lease, MemoryRequest
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.teaching import ROUTE
 from inducekv_vllm.vllm_seams.requirements import groups_adapters
 
 from .metrics import RegistryMetrics
+from .recency import Recency
 from .schemas import NAME_PATTERN
-from .state import Snapshot, VersionRecord
+from .state import Served, ServerState, VersionRecord
 
 try:
     from vllm.renderers.chat_utils import MM_PARSER_MAP
@@ -53,33 +59,40 @@ def unpinned(model: str) -> tuple[str, str]:
 
 
 class ServedNames(dict[str, LoRARequest]):
-    """vLLM's table of adapters, in which pinned names are found, but not listed."""
+    """vLLM's table of adapters, in which the names of bundles are found, but not listed."""
+
+    def __init__(self, adapters: Mapping[str, LoRARequest], state: ServerState, base_model: str) -> None:
+        super().__init__(adapters)
+        self._state, self._base_model = state, base_model
 
     def __contains__(self, model: object) -> bool:
-        return super().__contains__(model) or (isinstance(model, str) and self._pinned(model) is not None)
+        return super().__contains__(model) or (isinstance(model, str) and self._memory(model) is not None)
 
     def __missing__(self, model: str) -> LoRARequest:
-        if (found := self._pinned(model)) is None:
+        if (found := self._memory(model)) is None:
             raise KeyError(model)
         return found
 
     def get(self, model: str, default: Any = None) -> Any:
-        """As `dict.get`, for pinned names too."""
+        """As `dict.get`, for the names of bundles too."""
         try:
             return self[model]
         except KeyError:
             return default
 
-    def _pinned(self, model: str) -> MemoryRequest | None:
+    def _memory(self, model: str) -> MemoryRequest | None:
         name, digest = unpinned(model)
-        handle = super().get(name)
-        if not digest or not isinstance(handle, MemoryRequest) or not handle.lora_path.startswith(digest):
+        try:
+            served = self._state.served(name)
+        except InduceKVError:  # it cannot be read: `Following` says so
+            return None
+        if served is None or not served.digest.startswith(digest):
             return None
         return MemoryRequest(
             lora_name=model,
-            lora_int_id=handle.lora_int_id,
-            lora_path=handle.lora_path,
-            base_model_name=handle.base_model_name,
+            lora_int_id=_number(f"{name} {served.digest}"),
+            lora_path=served.digest,  # shown to everybody as the model's root
+            base_model_name=self._base_model,
         )
 
 
@@ -89,8 +102,13 @@ class Version:
 
     memory: ServedBundle
     resident_bytes: int  # in the pool of one worker rank
-    names: set[str] = field(default_factory=set)  # that stand for it
+    is_named: bool = True  # whether a name stands for it
     active: int = 0  # requests of this API process
+    held: int = 0  # HTTP requests of this API process that have asked for it, and not ended
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.active or self.held)
 
     @property
     def task_adapters(self) -> dict[str, LoRARequest]:
@@ -101,68 +119,34 @@ class Names:
     """See the module docstring. It belongs to the event loop of its API process."""
 
     def __init__(
-        self, models: OpenAIServingModels, metrics: RegistryMetrics, left: Callable[[ServedBundle], None]
+        self,
+        models: OpenAIServingModels,
+        state: ServerState,
+        metrics: RegistryMetrics,
+        left: Callable[[ServedBundle], None],
     ) -> None:
-        """`left` is called, once, with a version that drains and that no request of this process uses."""
-        models.lora_requests = ServedNames(models.lora_requests)
-        self._models, self._metrics, self._left = models, metrics, left
-        self._draining: frozenset[str] = frozenset()  # what this process has not left
-        self.records: dict[str, tuple[VersionRecord, ...]] = {}  # of each name, the version served first
-        self.versions: dict[str, Version] = {}  # by digest
+        """`left` is called with a version that no name stands for, when the last request of this process has ended."""
+        models.lora_requests = ServedNames(models.lora_requests, state, models.base_model_paths[0].name)
+        self._models, self._state, self._metrics, self._left = models, state, metrics, left
+        self._leaving: set[str] = set()  # versions that may be about to leave the pool
+        self.versions: dict[str, Version] = {}  # that are resident, by digest
+        self.recency = Recency()
+        self.unused = asyncio.Event()  # set when no request of this process uses some version any more
 
-    def follow(self, snapshot: Snapshot) -> None:
-        """Serve what a snapshot has. Without an await, so no request sees an intermediate state."""
-        for digest, (memory, resident_bytes) in snapshot.contents.items():
-            if digest not in self.versions:
-                self.versions[digest] = Version(memory, resident_bytes)
-        for name in self.records.keys() - snapshot.versions.keys():
-            self._remove(name)
-        for name, (newest, *_) in snapshot.versions.items():
-            self._point(name, newest.digest)
-        self.records = snapshot.versions
-        for digest in [each for each, version in self.versions.items() if each not in snapshot.contents]:
-            if not self.versions[digest].active:
+    async def follow(self) -> None:
+        """See what is resident now."""
+        snapshot = await asyncio.to_thread(self._state.snapshot, self._metrics.exported)
+        for digest, found in snapshot.resident.items():
+            version = self.versions.setdefault(digest, Version(found.memory, found.nbytes))
+            version.is_named = found.is_named
+            self.recency.came(digest)
+        for digest in self.versions.keys() - snapshot.resident.keys():
+            if not self.versions[digest].is_used:  # otherwise it became resident since the snapshot
                 del self.versions[digest]
-        self._metrics.holds(self.versions.values())
-        self._draining = snapshot.draining
-        for digest in snapshot.draining:
-            self._leave_if_idle(digest)
+                self.recency.gone(digest)
+        self._metrics.follow(snapshot.names, self.versions)
 
-    def _leave_if_idle(self, digest: str) -> None:
-        version = self.versions.get(digest)
-        if digest in self._draining and version is not None and not version.active:
-            self._draining -= {digest}
-            self._left(version.memory)
-
-    def _point(self, name: str, digest: str) -> None:
-        version = self.versions[digest]
-        if name in version.names:
-            return
-        if name in self.records:
-            self.of(name).names.discard(name)
-        version.names.add(name)
-        self._models.lora_requests[name] = MemoryRequest(
-            lora_name=name,
-            lora_int_id=_number(f"{name} {digest}"),
-            lora_path=digest,  # shown to everybody as the model's root
-            base_model_name=self._models.base_model_paths[0].name,
-        )
-        self._metrics.pointed(name, version)
-
-    def _remove(self, name: str) -> None:
-        self.of(name).names.discard(name)
-        del self._models.lora_requests[name]
-        self._metrics.unloaded(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.records
-
-    def of(self, name: str) -> Version:
-        """Raises UnknownBundle: no bundle of this name is loaded."""
-        try:
-            return self.versions[self.records[name][0].digest]
-        except KeyError:
-            raise UnknownBundle(f"no memory bundle {name!r} is loaded") from None
+    # ---- requests ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def lease(self, model: str) -> Iterator[Lease]:
@@ -171,20 +155,96 @@ class Names:
         Raises:
             UnknownBundle: no bundle of this name is loaded, or it does not stand for the version that is asked for.
             UnsupportedModel: its adapter is no longer loaded.
+            RetryableRequestError: the version has left the pool.
         """
         name, digest = unpinned(model)
-        version = self.of(name)
+        served = self.served(name)
+        if not served.digest.startswith(digest):
+            raise UnknownBundle(f"memory bundle {name!r} stands for {served.digest}, not for {digest}")
+        if (version := self._usable(served)) is None:
+            raise RetryableRequestError(f"memory bundle {name!r} is not in the pool at this moment; please retry")
         memory = version.memory
-        if not memory.digest.startswith(digest):
-            raise UnknownBundle(f"memory bundle {name!r} stands for {memory.digest}, not for {digest}")
-        adapter = self.adapter(name, memory.adapter) if memory.adapter is not None else None
         version.active += 1
         try:
-            yield Lease(memory, adapter, version.task_adapters, self._metrics.of_requests(name))
+            adapter = self.adapter(name, memory.adapter) if memory.adapter is not None else None
+            yield Lease(memory, adapter, version.task_adapters, self._metrics.of_requests(name, version))
         finally:
             version.active -= 1
-            if not version.active:
-                self._leave_if_idle(memory.digest)
+            self._end_use(version)
+
+    def hold(self, served: Served) -> Callable[[], None] | None:
+        """An HTTP request asks for a version; it is resident until the function is called. None: it is not resident."""
+        if (version := self._usable(served)) is None:
+            return None
+        self.recency.used(served.digest)
+        version.held += 1
+
+        def end() -> None:
+            version.held -= 1
+            self._end_use(version)
+
+        return end
+
+    def _usable(self, served: Served) -> Version | None:
+        """A version that is resident, and stays so while it is used."""
+        digest, version = served.digest, self.versions.get(served.digest)
+        if served.resident_bytes is None or digest in self._leaving:
+            return None
+        if not (version is not None and version.is_used) and not self._state.hold(digest):
+            return None
+        if version is None:  # it became resident a moment ago, and `follow` has not seen it yet
+            version = self.versions[digest] = Version(self._state.memory(digest), served.resident_bytes)
+        return version
+
+    def _end_use(self, version: Version) -> None:
+        if version.is_used:
+            return
+        digest = version.memory.digest
+        self._state.let_go(digest)
+        self.unused.set()
+        with contextlib.suppress(InduceKVError):  # the state cannot be read
+            if not self._state.is_named(digest):
+                self._left(version.memory)
+
+    @contextlib.contextmanager
+    def leaving(self, digest: str) -> Iterator[bool]:
+        """Whether no request of this process uses a version; none begins to within the context."""
+        version = self.versions.get(digest)
+        is_unused = digest not in self._leaving and not (version is not None and version.is_used)
+        if is_unused:
+            self._leaving.add(digest)
+        try:
+            yield is_unused
+        finally:
+            if is_unused:
+                self._leaving.discard(digest)
+
+    # ---- names ---------------------------------------------------------------------------------------------------
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._state.served(name) is not None
+
+    def served(self, name: str) -> Served:
+        """What a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
+        if (found := self._state.served(name)) is None:
+            raise UnknownBundle(f"no memory bundle {name!r} is loaded")
+        return found
+
+    def records(self, name: str) -> tuple[VersionRecord, ...]:
+        """The versions of a name, the served one first. Raises UnknownBundle: no bundle of this name is loaded."""
+        self.served(name)
+        return self._state.records(name)
+
+    def memory(self, name: str) -> ServedBundle:
+        """What a name stands for, resident or not. Raises UnknownBundle: no bundle of this name is loaded."""
+        return self._state.memory(self.served(name).digest)
+
+    def page(self, after: str, limit: int) -> list[tuple[str, str]]:
+        """The next names in alphabetical order, with the digests that they stand for."""
+        return self._state.page(after, limit)
+
+    def is_pinned(self, name: str) -> bool:
+        return self._state.is_pinned(name)
 
     def adapter(self, name: str, adapter: str) -> LoRARequest:
         """The LoRA adapter that the bundle `name` needs. Raises UnsupportedModel: it is not loaded."""
@@ -221,10 +281,11 @@ class Names:
             raise ConfigError(f"the name {name!r} is taken by the served model")
         if name in self._models.lora_requests and name not in self:
             raise ConfigError(f"the name {name!r} is taken by a LoRA adapter")
-        if name in self and not replace:
-            raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
-        if name not in self and len(self.records) >= at_most:
-            raise CapacityError(f"{len(self.records)} bundles are loaded, and no more are allowed (max_bundles)")
+        if name in self:
+            if not replace:
+                raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
+        elif (loaded := self._state.num_names()) >= at_most:
+            raise CapacityError(f"{loaded} bundles are loaded, and no more are allowed (max_bundles)")
 
     def check_adapters(self, name: str, memory: ServedBundle, vllm_config: VllmConfig) -> None:
         """Raises UnsupportedModel: its adapters cannot be served here."""
@@ -255,7 +316,7 @@ class Names:
 
     def users_of_adapter(self, adapter: str) -> list[str]:
         """The names of bundles that need this LoRA adapter."""
-        return sorted(name for name in self.records if self.of(name).memory.adapter == adapter)
+        return self._state.users_of_adapter(adapter)
 
     def earlier(self, name: str, digest: str | None) -> list[VersionRecord]:
         """The versions that are kept of a name behind the served one, the newest first: all, or that of `digest`.
@@ -264,8 +325,7 @@ class Names:
             UnknownBundle: no bundle of this name is loaded.
             ConfigError: it keeps no version of `digest`.
         """
-        self.of(name)
-        _, *earlier = self.records[name]
+        _, *earlier = self.records(name)
         found = [each for each in earlier if digest in (None, each.digest)]
         if digest is not None and not found:
             kept = ", ".join(each.digest for each in earlier) or "none"
@@ -274,10 +334,10 @@ class Names:
             )
         return found
 
-    @property
-    def task_adapters(self) -> list[LoRARequest]:
-        """Of all tasks of all versions that are resident."""
-        return [adapter for version in self.versions.values() for adapter in version.task_adapters.values()]
+    def task_adapters_but(self, digest: str) -> list[LoRARequest]:
+        """Of all tasks of all other versions that are resident."""
+        others = [version for each, version in self.versions.items() if each != digest]
+        return [adapter for version in others for adapter in version.task_adapters.values()]
 
 
 def task_adapters(memory: ServedBundle) -> dict[str, LoRARequest]:

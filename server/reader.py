@@ -44,6 +44,10 @@ class Checked:
     memory: ServedBundle
     bundle: bytes | None = None  # the content of its file, to be kept
 
+    def at(self, path: str) -> Checked:
+        """The same, in another place."""
+        return dataclasses.replace(self, memory=dataclasses.replace(self.memory, path=path))
+
 
 @dataclasses.dataclass(frozen=True)
 class Changed:
@@ -63,15 +67,18 @@ class BundleReader:
         """Raises ConfigError: a public key cannot be used."""
         self._client, self._backbone, self._state, self._config = client, backbone, state, config
         self._signers = [read_public_key(path) for path in config.require_signature]
+        self._checked: set[str] = set()  # digests that this process has read and checked
         self._folder = tempfile.TemporaryDirectory(prefix="inducekv-")  # of files on their way to the workers
 
-    async def read(self, name: str, path: str, access: Access | None) -> Checked:
+    async def read(self, name: str, path: str, access: Access | None, *, keep: bool = True) -> Checked:
         """A bundle to be served under a name; `path` is what `access` has found inside.
+
+        With `keep`, a state that outlives the server keeps its content.
 
         Raises:
             BundleError: it is no valid bundle, was made for another backbone, or an adapter of its tasks is another.
         """
-        return await self._in_thread(self._read_checked, name, path, access, self._state.keeps_bundles)
+        return await self._in_thread(self._read_checked, name, path, access, keep and self._state.keeps_bundles)
 
     @contextlib.asynccontextmanager
     async def version(self, record: VersionRecord) -> AsyncIterator[Checked]:
@@ -82,6 +89,20 @@ class BundleReader:
         """
         async with self._file_of(record) as path:
             yield await self._in_thread(self._read_version, path, record)
+
+    @contextlib.asynccontextmanager
+    async def again(self, record: VersionRecord, memory: ServedBundle) -> AsyncIterator[ServedBundle]:
+        """A version that is kept, to be loaded again. Its file may be gone after the context.
+
+        What this process has checked before is not read here: the workers compare its digest.
+
+        Raises:
+            BundleError: as for `version`.
+        """
+        async with self._file_of(record) as path:
+            if record.digest not in self._checked:
+                memory = (await self._in_thread(self._read_version, path, record)).memory
+            yield dataclasses.replace(memory, path=path)
 
     @contextlib.asynccontextmanager
     async def changed(
@@ -124,11 +145,6 @@ class BundleReader:
         """How the served model's prompts are read; made in a thread. Raises UnsupportedModel."""
         return FactReader.of_engine(self._client.vllm_config, self._backbone)
 
-    async def is_whole(self, record: VersionRecord) -> bool:
-        """Whether what is kept of a version holds what it held when it was loaded."""
-        async with self._file_of(record) as path:
-            return await asyncio.to_thread(_holds, path, record.digest)
-
     @contextlib.asynccontextmanager
     async def _file_of(self, record: VersionRecord) -> AsyncIterator[str]:
         """A copy of what the state has, or what it was loaded from."""
@@ -164,6 +180,7 @@ class BundleReader:
             checked = self._read(name, path, file, keep)
         for record in checked.memory.metadata.task_adapters:
             _check_adapter_files(name, adapter_folder(checked.memory, record), record, access)
+        self._checked.add(checked.memory.digest)
         return checked
 
     def _read(self, name: str, path: str, file: str, keep: bool) -> Checked:
@@ -184,14 +201,6 @@ class BundleReader:
         content = copy.read_bytes()
         copy.unlink()
         return Checked(memory, content)
-
-
-def _holds(path: str, digest: str) -> bool:
-    """Whether a file is a bundle of this digest."""
-    try:
-        return read_bundle(path).digest == digest
-    except BundleError:
-        return False
 
 
 def _check_adapter_files(name: str, folder: Path, record: AdapterRecord, access: Access | None) -> None:

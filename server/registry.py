@@ -1,14 +1,14 @@
-"""The loaded bundles: their names, their versions, and how they change.
+"""The known bundles: their names, their versions, and how they change.
 
-A *version* is one content (digest). It is resident on the workers once, under any number of names. A request leases the
-version of its name when it begins and keeps it until it ends. Every API process of a server has a registry, over the
-state that they share (`state.py`); none of them is special once the server has started:
+A *version* is one content (digest). It is resident on the workers once, under any number of names, or *cold*: it has
+left the pool, and is loaded again for the next request (`residency.py`). A request leases the version of its name when
+it begins and keeps it until it ends. Every API process of a server has a registry, over the state that they share
+(`state.py`); none of them is special once the server has started:
 
 - A change is made by the process that is asked, one at a time: load on every rank of every engine, record, serve.
-- A process looks whether the state has changed before it begins with a request. So no request that begins after another
-  one was answered by the new version is answered by the old one, whichever processes the two reach.
-- A version that no name stands for any more drains: each process says when none of its own requests uses it, and the
-  last one unloads it.
+- A request reads in the state what its name stands for. So no request that begins after another one was answered by
+  the new version is answered by the old one, whichever processes the two reach.
+- A version that no name stands for any more drains: the process whose request is the last to use it unloads it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, Literal
 
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm import __version__
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
-from inducekv_vllm.errors import BundleError, ConfigError, VersionConflict
+from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.frontend.memory_engine import Lease
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.frontend.stopping import EngineStop
@@ -43,15 +45,20 @@ from .changes import Change, Changes, Transaction
 from .following import POLL_S, Following
 from .journal import Journal
 from .metrics import RegistryMetrics
-from .names import Names
+from .names import Names, unpinned
 from .reader import BundleReader, Checked
+from .residency import Residency
+from .resolvers import resolver_of
+from .resolving import Resolving
 from .schemas import ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
 from .state import ServerState, VersionRecord
 
 logger = logger_of(__name__)
 
 START: Final = "start"  # who loads the bundles of the command line
+RESOLVER: Final = "resolver"  # who loads what a request has asked for by name
 TAUGHT: Final = "taught over HTTP"  # in place of a path
+PAGE: Final = 1000  # names of a list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,28 +81,38 @@ class BundleRegistry:
         state: ServerState,
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
-        processes: int = 1,
     ) -> None:
-        """`processes` is the number of the server's API processes. Raises ConfigError: a public key cannot be used."""
+        """Raises ConfigError: a public key cannot be used."""
         self._client, self._models, self._state = client, models, state
         self._config = config or InduceKVConfig()
         self.journal = Journal(state, self._config)
         self._reader = BundleReader(client, backbone, state, self._config)
-        self._processes = range(processes)
-        metrics = RegistryMetrics(is_first=state.process == 0)
-        self._names = Names(models, metrics, self._left)
+        self._metrics = metrics = RegistryMetrics(is_first=state.process == 0)
+        self._names = Names(models, state, metrics, self._left)
         self.following = Following(state, self._names)
         stop = stop or EngineStop(client)
         self._changes = Changes(state, self.journal, self._config, stop, self.following.follow, metrics.change)
+        self._residency = Residency(
+            *(client, state, self._names, self._changes, self._reader, self._config),
+            self.following.follow,
+            self.in_background,
+        )
+        self._resolving: Resolving | None = None
+        if self._config.resolver is not None:
+            self._resolving = Resolving(
+                *(resolver_of(self._config.resolver), state, self._reader, self._config),
+                *(self._publish, partial(self.unload, who=RESOLVER), self.in_background),
+            )
         self.background: set[asyncio.Task[Any]] = set()
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
     async def start(self, run: str, admin_key: str | None = None) -> None:
-        """The first process loads the bundles of the settings, and those that an earlier server with this state left.
+        """The first process loads the bundles of the settings, and of an earlier server with this state what is pinned.
 
-        A name that was changed while that server ran keeps its version, whatever the settings say. If that version is
-        damaged, the name is not served, and keeps what is recorded of it. The other processes wait for the first one.
+        Its other names are cold. A name that was changed while that server ran keeps its version, whatever the settings
+        say. If that version is damaged, the name keeps what is recorded of it, and its requests are refused. The other
+        processes wait for the first one.
 
         Args:
             run: the server's, the same in all processes.
@@ -106,36 +123,27 @@ class BundleRegistry:
         """
         if self._state.process == 0:
             await asyncio.to_thread(self._state.begin, {"version": __version__, "admin_key": admin_key})
-            await self._restore()
-            for name, path in self._config.bundles.items():
-                records = self._state.records(name)
-                if name in self._names and records[0].by != START:
-                    digest = records[0].digest
-                    logger.warning("memory bundle %r stays at digest %s of the state file, not %s", name, digest, path)
-                elif all(record.by == START for record in records[:1]):
-                    await self.load(name, path)
+            await self._begin_with_settings()
+            for name in await asyncio.to_thread(lambda: self._state.pinned):
+                with contextlib.suppress(RetryableRequestError, CapacityError):  # it is logged
+                    await self._residency.hold(name)
             await asyncio.to_thread(self._state.begun, run)
         while not await asyncio.to_thread(self._state.has_begun, run):
             await asyncio.sleep(POLL_S)
         await self.following.begin()
 
-    async def _restore(self) -> None:
-        for name in await asyncio.to_thread(lambda: self._state.names):
-            (served, *_) = self._state.records(name)
-            if served.by != START:
-                await self._restore_if_whole(name, served)
-            elif name not in self._config.bundles:
-                await asyncio.to_thread(self._state.drop, name, (), START)
-
-    async def _restore_if_whole(self, name: str, record: VersionRecord) -> None:
-        """Serve the version that the state has of a name, as it was; one that is gone or damaged is logged, no more."""
-        try:
-            async with self._changing(Change.RESTORE, name, START) as made:
-                self._check_name(name, replace=False)
-                await self._serve_kept(made, Change.RESTORE, record)
-        except BundleError:
-            if await self._reader.is_whole(record):
-                raise  # it is refused for what it is
+    async def _begin_with_settings(self) -> None:
+        for name in await asyncio.to_thread(self._state.names_of, START):
+            if name not in self._config.bundles:
+                await asyncio.to_thread(self._state.drop, name, START)
+        for name, path in self._config.bundles.items():
+            records = self._state.records(name)
+            if records and records[0].by != START:
+                logger.warning(
+                    "memory bundle %r stays at digest %s of the state file, not %s", name, records[0].digest, path
+                )
+            else:
+                await self.load(name, path, replace=True, pin=True)
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
@@ -148,6 +156,7 @@ class BundleRegistry:
         expected_digest: str | None = None,
         who: str = START,
         access: Access | None = None,
+        pin: bool | None = None,
     ) -> MemoryBundleCard:
         """Check a bundle, make it resident on every rank and point `name` to it.
 
@@ -158,6 +167,7 @@ class BundleRegistry:
             expected_digest: `name` must stand for this version now.
             who: asks for it, for the log.
             access: the folders that the bundle and its adapters must lie in; None for any.
+            pin: whether the name's versions stay in the pool; None as before, or not.
 
         Raises:
             ConfigError: the name is invalid or taken, or the change cannot be recorded.
@@ -176,7 +186,7 @@ class BundleRegistry:
             else:
                 source = await asyncio.to_thread(access.inside, path, f"bundle {name!r}")
             checked = await self._reader.read(name, source, access)
-            return await self._serve(made, Change.LOAD, _record(name, checked.memory, who, source), checked)
+            return await self._serve(made, Change.LOAD, _record(name, checked.memory, who, source), checked, pin)
 
     async def rollback(
         self, name: str, *, digest: str | None = None, expected_digest: str | None = None, who: str = START
@@ -208,7 +218,7 @@ class BundleRegistry:
             VersionConflict, TooManyChanges, RetryableRequestError: as for `load`.
         """
         async with self._changing(Change.FORGET, name, who, expected_digest) as made:
-            served = self._names.of(name).memory.digest
+            served = self._names.served(name).digest
             if digest == served:
                 raise ConfigError(f"memory bundle {name!r} stands for the version {digest}: load another one first")
             gone = [each.digest for each in self._names.earlier(name, digest)]
@@ -235,7 +245,7 @@ class BundleRegistry:
         """
         async with self._changing(change, name, who, expected_digest) as made:
             self._check_name(name, replace=True)
-            served = self._names.records[name][0] if name in self._names else None
+            served = self._names.records(name)[0] if name in self._names else None
             async with self._reader.changed(served, make) as changed:
                 record = _record(name, changed.checked.memory, who, TAUGHT)
                 shown = await self._serve(made, change, record, changed.checked)
@@ -252,13 +262,30 @@ class BundleRegistry:
             RetryableRequestError: the server is shutting down.
         """
         async with self._changing(Change.UNLOAD, name, who, expected_digest) as made:
-            version = self._names.of(name)
-            digest = version.memory.digest
-            await made.record(self._state.drop, name, self._processes, who)
-            logger.info(
-                "memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, version.active
-            )
+            digest = self._names.served(name).digest
+            self._leave(await made.record(self._state.drop, name, who))
+            version = self._names.versions.get(digest)
+            used = version.active if version is not None else 0
+            logger.info("memory bundle %r unloaded by %s: digest %s, used by %d requests", name, who, digest, used)
             return digest
+
+    async def _publish(self, name: str, checked: Checked, tag: str) -> None:
+        """Let a name stand for what the resolver has found, which is cold; the name found first goes if it must.
+
+        Raises:
+            InduceKVError: as for `load`.
+        """
+        async with self._changing(Change.LOAD, name, RESOLVER, bounded=False) as made:
+            is_new = name not in self._names
+            if is_new and self._state.num_names() >= self._config.max_bundles and (first := self._state.found_first()):
+                self._leave(await asyncio.to_thread(self._state.drop, first, RESOLVER))
+            self._check_name(name, replace=True)
+            self._names.check_adapters(name, checked.memory, self._client.vllm_config)
+            record = _record(name, checked.memory, RESOLVER, checked.memory.path)
+            event = Change.LOAD.value if is_new else "replace"
+            arguments = (record, checked.memory, None, None, 1, event, None, tag)
+            self._leave(await made.record(self._state.point, *arguments))
+            logger.info("memory bundle %r found by the resolver: digest %s", name, record.digest)
 
     async def _serve_kept(self, made: Transaction, change: Change, record: VersionRecord) -> MemoryBundleCard:
         """`_serve`, with a version that the state has."""
@@ -266,35 +293,29 @@ class BundleRegistry:
             return await self._serve(made, change, record, checked)
 
     async def _serve(
-        self, made: Transaction, change: Change, record: VersionRecord, checked: Checked
+        self, made: Transaction, change: Change, record: VersionRecord, checked: Checked, pin: bool | None = None
     ) -> MemoryBundleCard:
         """Make a checked bundle resident, record it, and log it."""
         began, memory = time.monotonic(), checked.memory
         name, digest = record.name, memory.digest
         self._names.check_adapters(name, memory, self._client.vllm_config)
-        before = self._names.of(name).memory.digest if name in self._names else None
+        before = self._names.served(name).digest if name in self._names else None
         event, done = change.value, change.done
         if change is Change.LOAD and before is not None:
             event, done = "replace", "replaced"
-        version = self._names.versions.get(digest)
-        try:
-            resident_bytes = version.resident_bytes if version else await engines.load(self._client, memory)
-            await made.record(
+        async with self._residency.resident(memory) as resident_bytes:
+            left = await made.record(
                 self._state.point,
                 record,
                 memory,
                 resident_bytes,
                 checked.bundle,
                 self._config.keep_versions,
-                self._processes,
                 event,
+                pin,
             )
-        except BaseException as error:
-            if version is None:
-                unloading = self.in_background(engines.unload(self._client, memory, self._names.task_adapters))
-                if not isinstance(error, asyncio.CancelledError):  # out of time
-                    await unloading
-            raise
+        self._leave(left)
+        self._metrics.pointed(name, self._names.versions[digest])
         logger.info(
             "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
             name,
@@ -315,12 +336,12 @@ class BundleRegistry:
 
     @contextlib.asynccontextmanager
     async def _changing(
-        self, change: Change, name: str, who: str, expected_digest: str | None = None
+        self, change: Change, name: str, who: str, expected_digest: str | None = None, *, bounded: bool = True
     ) -> AsyncIterator[Transaction]:
         """`Changes.making`, of a name that stands for what the change expects."""
-        async with self._changes.making(change, name, who) as made:
+        async with self._changes.making(change, name, who, bounded=bounded) as made:
             is_first = change.makes_first and name not in self._names
-            found = "no bundle" if is_first else self._names.of(name).memory.digest
+            found = "no bundle" if is_first else self._names.served(name).digest
             if expected_digest is not None and found != expected_digest:
                 raise VersionConflict(f"memory bundle {name!r}: expected digest {expected_digest:.100}, found {found}")
             yield made
@@ -339,19 +360,47 @@ class BundleRegistry:
         self.following.check()
         return self._names.lease(model)
 
-    def _left(self, memory: ServedBundle) -> None:
-        self.in_background(self._leave(memory))
+    async def bring(self, model: str) -> None:
+        """Make what a request asks for resident, before vLLM looks for the name; nothing for a name that is unknown.
 
-    async def _leave(self, memory: ServedBundle) -> None:
-        """This process does not use a version any more. The last one unloads it."""
+        Raises:
+            RetryableRequestError: the state cannot be read, or the bundle cannot be found or loaded now.
+            CapacityError: the bundle does not fit beside what is pinned.
+        """
+        self.following.check()
+        name, digest = unpinned(model)
+        try:
+            await self._bring(name, digest)
+        except RetryableRequestError:
+            if self._resolving is None or not self._resolving.look_again(name):
+                raise
+            await self._bring(name, digest)
+
+    async def _bring(self, name: str, digest: str) -> None:
+        if self._resolving is not None:
+            await self._resolving.look(name)
+        with contextlib.suppress(UnknownBundle):
+            if self._names.served(name).digest.startswith(digest):
+                await self._residency.hold(name)
+
+    def _leave(self, digest: str | None) -> None:
+        """What no name stands for any more is released, if it is resident and no request uses it."""
+        version = self._names.versions.get(digest or "")
+        if version is not None and not version.is_used:
+            self._left(version.memory)
+
+    def _left(self, memory: ServedBundle) -> None:
+        self.in_background(self._release(memory))
+
+    async def _release(self, memory: ServedBundle) -> None:
+        """No request of this process uses a version, and no name stands for it. The last process unloads it."""
         digest = memory.digest
-        if not await asyncio.to_thread(self._state.leave, digest):
-            return
         async with self._changes.alone():  # it may be loaded again meanwhile
-            if not await asyncio.to_thread(self._state.release, digest):
-                return
-            await self.following.follow()
-            is_erased = await engines.release(self._client, memory, self._names.task_adapters)
+            with self._names.leaving(digest) as is_unused:
+                if not is_unused or not await asyncio.to_thread(self._state.release, digest):
+                    return
+                await self.following.follow()
+            is_erased = await engines.release(self._client, memory, self._names.task_adapters_but(digest))
             if is_erased is not None:
                 await self.journal.note("release", digest=digest, erased=is_erased)
 
@@ -370,13 +419,17 @@ class BundleRegistry:
         """List the bundles that need this LoRA adapter."""
         return self._names.users_of_adapter(adapter)
 
-    def shown(self, *, is_admin: bool = False) -> MemoryBundleList:
-        """What is loaded; requests are those of this API process."""
-        return listing(self._names, is_admin)
+    def shown(self, *, is_admin: bool = False, after: str = "", limit: int = PAGE) -> MemoryBundleList:
+        """The next names after one, in alphabetical order; requests are those of this API process."""
+        return listing(self._names, is_admin, after, limit)
+
+    def page(self, after: str, limit: int) -> list[tuple[str, str]]:
+        """The next names in alphabetical order, with the digests that they stand for."""
+        return self._names.page(after, limit)
 
     def metadata(self, name: str) -> BundleMetadata:
         """Of the version that a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
-        return self._names.of(name).memory.metadata
+        return self._names.memory(name).metadata
 
     async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
         """What is known of a name.

@@ -57,6 +57,10 @@ class LoadMemoryBundleRequest(BaseModel):
     )
     replace: bool = Field(default=False, description="Allow a name that is loaded already.")
     expected_digest: ExpectedDigest = Field(default=None, description="As for the other changes; implies `replace`.")
+    pin: bool | None = Field(
+        default=None,
+        description="Whether what the name stands for stays in the pool while nobody asks for it; null: as before.",
+    )
 
 
 class UnloadMemoryBundleRequest(BaseModel):
@@ -297,7 +301,9 @@ class MemoryBundleCard(BaseModel):
     tasks: dict[str, int] = Field(description="Entries by task.", examples=[{"guild": 2, "digit": 2}])
     gate_tasks: list[str] | None = Field(description="The tasks of the relevance gate; null without a gate.")
     file_bytes: int = Field(description="Bytes of the file.")
+    is_resident: bool = Field(description="Whether it is in the pool; if not, the next request waits until it is.")
     resident_bytes: int = Field(description="Bytes in the pool of one rank.")
+    pinned: bool = Field(description="Whether what the name stands for stays in the pool.")
     adapter: str | None = Field(description="The LoRA adapter that the bundle was made with.")
     active_requests: int = Field(description="Requests on this version, under any of its names.")
     versions: list[MemoryVersion] = Field(description="The versions that are kept of the name, the served one first.")
@@ -336,7 +342,8 @@ class MemoryBundleList(BaseModel):
     """Response of GET /v1/memory_bundles."""
 
     object: Literal["list"] = "list"
-    data: list[MemoryBundleCard] = Field(description="One card for each name.")
+    data: list[MemoryBundleCard] = Field(description="One card for each name, in alphabetical order.")
+    has_more: bool = Field(description="Whether there are more names after these.")
     draining: list[DrainingMemory] = Field(default_factory=list, description="Versions that no name stands for.")
 
 

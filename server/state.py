@@ -1,17 +1,21 @@
 """The state of a server, in one SQLite file that all of its API processes share.
 
     versions    what each name stands for, the newest row first, and what it stood for before
-    contents    each version's metadata, and its bundle, if the state outlives the server
-    draining    what no name stands for any more, by the API processes whose requests may still use it
+    contents    each version's metadata, its bytes in the pool while it is resident, and its bundle, if it is kept
+    pins        the names whose versions stay in the pool
+    tags        the names that a resolver has found, with what it said of their files
     attempts    which names are being loaded, and how the last change of each has failed
     traces      what recent responses were answered with, by whom they belong to
     uses        when the facts of a name have last answered, to the minute
     audit       every change, and if asked for every answer, chained
 
-Draining, attempts and traces are of the running server. A change is one transaction with its record in the audit chain,
-and on the disk before it is acknowledged: a server that was killed at any moment serves, when it starts again, the last
-acknowledged version or the one that it was about to acknowledge. `FILE.lock` is held by the server that uses the file,
-and by the process that makes a change.
+What is resident, attempts and traces are of the running server. A change is one transaction with its record in the
+audit chain, and on the disk before it is acknowledged: a server that was killed at any moment serves, when it starts
+again, the last acknowledged version or the one that it was about to acknowledge.
+
+Nothing of the names is in the memory of a process: a request reads what its name stands for, which takes microseconds.
+Bytes of `FILE.lock` are locked by the server that uses the file, by the process that makes a change, and for each
+resident version by the processes whose requests use it; a process that is killed leaves no lock behind.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ TRACES: Final = 1024
 ATTEMPTS: Final = 256
 BUSY_S: Final = 10.0
 WAIT_S: Final = 0.1  # for the first process
-SERVER, CHANGE = 0, 1  # bytes of the lock file
+SERVER, CHANGE, VERSIONS = 0, 1, 2  # bytes of the lock file, and the first of those for versions
 
 SCHEMA: Final = f"""
 BEGIN;
@@ -52,7 +56,6 @@ CREATE TABLE versions (
 CREATE TABLE contents (
     digest TEXT PRIMARY KEY, metadata TEXT NOT NULL, path TEXT NOT NULL, file_bytes INTEGER NOT NULL,
     resident_bytes INTEGER, bundle BLOB) STRICT;
-CREATE TABLE draining (digest TEXT NOT NULL, process INTEGER NOT NULL, PRIMARY KEY (digest, process)) STRICT;
 CREATE TABLE attempts (
     name TEXT PRIMARY KEY, loading INTEGER NOT NULL, change TEXT, reason TEXT, at TEXT, left_digest TEXT) STRICT;
 CREATE TABLE traces (
@@ -65,16 +68,22 @@ PRAGMA user_version = {FORMAT};
 COMMIT;
 """
 # Not in the schema: files of earlier versions lack it.
-USES: Final = """
+ADDED: Final = """
 CREATE TABLE IF NOT EXISTS uses (
-    name TEXT NOT NULL, fact TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY (name, fact)) STRICT
+    name TEXT NOT NULL, fact TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY (name, fact)) STRICT;
+CREATE TABLE IF NOT EXISTS pins (name TEXT PRIMARY KEY) STRICT;
+CREATE TABLE IF NOT EXISTS tags (name TEXT PRIMARY KEY, tag TEXT NOT NULL) STRICT;
+CREATE INDEX IF NOT EXISTS versions_digest ON versions (digest);
+CREATE INDEX IF NOT EXISTS contents_resident ON contents (digest) WHERE resident_bytes IS NOT NULL;
 """
 DROP_UNUSED: Final = (
-    "DELETE FROM contents WHERE resident_bytes IS NULL AND digest NOT IN (SELECT digest FROM versions)",
-    "DELETE FROM traces WHERE digest NOT IN (SELECT digest FROM contents)",
+    "DELETE FROM contents WHERE digest = ?1 AND resident_bytes IS NULL "
+    "AND NOT EXISTS (SELECT * FROM versions WHERE digest = ?1)",
+    "DELETE FROM traces WHERE digest = ?1 AND NOT EXISTS (SELECT * FROM contents WHERE digest = ?1)",
 )
 RECORD: Final = "name, digest, parent, loaded_at, by, source"
-SERVED: Final = "SELECT digest FROM versions WHERE served"
+MEMORY: Final = "SELECT digest, metadata, path, file_bytes FROM contents WHERE digest = ?"
+IS_NAMED: Final = "EXISTS (SELECT * FROM versions WHERE versions.digest = contents.digest AND served)"
 
 
 @dataclass(frozen=True)
@@ -101,12 +110,29 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What is served, at one moment."""
+class Served:
+    """What a name stands for now."""
 
-    versions: dict[str, tuple[VersionRecord, ...]]  # of each name that is served, the newest first
-    contents: dict[str, tuple[ServedBundle, int]]  # of what is resident: with its bytes in the pool of one rank
-    draining: frozenset[str]  # of these, what this process has not left
+    digest: str
+    resident_bytes: int | None  # in the pool of one rank; None if it is not resident
+    tag: str | None  # of a name that a resolver has found: what changes when its file does
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A version that is resident."""
+
+    memory: ServedBundle
+    nbytes: int  # in the pool of one rank
+    is_named: bool  # whether a name stands for it
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is resident at one moment, and what some names stand for."""
+
+    resident: dict[str, Resident]  # by digest
+    names: dict[str, str]  # the digest of each
 
 
 class ServerState:
@@ -123,7 +149,7 @@ class ServerState:
             ConfigError: it is something else, of another version, in use, or cannot be written.
         """
         self.path, self.keeps_bundles, self.process = Path(path).absolute(), keeps_bundles, process
-        self._lock = threading.Lock()
+        self._lock, self._read_lock, self._watch_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._memories: dict[str, ServedBundle] = {}  # by digest
         with _as_config_error(f"{self.path}: cannot be used as a state file"):
             while not check_state_file(self.path) and process:
@@ -132,11 +158,11 @@ class ServerState:
             if not process and not self._take(SERVER):
                 raise ConfigError(f"{self.path}: another server uses this state file")
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._durable, self._quick, self._watch = (self._connect() for _ in range(3))
+            self._durable, self._quick, self._reading, self._watch = (self._connect() for _ in range(4))
             self._quick.execute("PRAGMA synchronous = NORMAL")  # the operating system has it, the disk may not
             if self._durable.execute("PRAGMA application_id").fetchone() == (0,):
                 self._durable.executescript(SCHEMA)
-            self._durable.execute(USES)
+            self._durable.executescript(ADDED)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -146,8 +172,8 @@ class ServerState:
 
     def close(self) -> None:
         """Let another server use the file."""
-        with self._lock:
-            for connection in (self._durable, self._quick, self._watch):
+        with self._lock, self._read_lock:
+            for connection in (self._durable, self._quick, self._reading, self._watch):
                 connection.close()
             os.close(self._locks)
 
@@ -170,6 +196,34 @@ class ServerState:
 
     def end_change(self) -> None:
         self._lock_byte(fcntl.F_UNLCK, CHANGE)
+
+    def hold(self, digest: str) -> bool:
+        """A request of this process begins to use a version, as its only one; False if it is about to leave the pool.
+
+        It is resident until `let_go`.
+        """
+        try:
+            self._lock_byte(fcntl.F_RDLCK, _byte_of(digest))
+        except OSError:
+            return False
+        if self._now("SELECT 1 FROM contents WHERE digest = ? AND resident_bytes IS NOT NULL", (digest,)):
+            return True
+        self.let_go(digest)
+        return False
+
+    def let_go(self, digest: str) -> None:
+        """No request of this process uses a version any more."""
+        self._lock_byte(fcntl.F_UNLCK, _byte_of(digest))
+
+    @contextlib.contextmanager
+    def _unused(self, digest: str) -> Iterator[bool]:
+        """Whether no other process uses a version, which then none begins to; call it while this one does not."""
+        is_unused = self._take(_byte_of(digest))
+        try:
+            yield is_unused
+        finally:
+            if is_unused:
+                self.let_go(digest)
 
     @contextlib.contextmanager
     def _transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
@@ -199,12 +253,11 @@ class ServerState:
         """A server starts: nothing is resident, and nothing is left of its predecessor's requests."""
         with self._transaction() as rows:
             audit_chain.append(rows, "start", details)
-            for statement in ("draining", "attempts", "traces", "server"):
-                rows.execute(f"DELETE FROM {statement}")
-            rows.execute("UPDATE contents SET resident_bytes = NULL")
-            rows.execute("UPDATE versions SET served = FALSE")
-            for statement in DROP_UNUSED:
-                rows.execute(statement)
+            for table in ("attempts", "traces", "server"):
+                rows.execute(f"DELETE FROM {table}")
+            resident = rows.execute("SELECT digest FROM contents WHERE resident_bytes IS NOT NULL").fetchall()
+            rows.execute("UPDATE contents SET resident_bytes = NULL WHERE resident_bytes IS NOT NULL")
+            _drop_unused(rows, [digest for (digest,) in resident])
 
     def begun(self, run: str) -> None:
         """The server of this run has loaded what it begins with."""
@@ -216,44 +269,103 @@ class ServerState:
 
     def change_number(self) -> int:
         """Another one after any change, also of this process. It reads memory that the processes share."""
-        with _as_config_error(f"{self.path}: cannot be read"):
+        with self._watch_lock, _as_config_error(f"{self.path}: cannot be read"):
             (number,) = self._watch.execute("PRAGMA data_version").fetchone()
         return int(number)
 
-    def snapshot(self) -> Snapshot:
-        with self._lock, _as_config_error(f"{self.path}: cannot be read"):
-            self._durable.execute("BEGIN")
+    def snapshot(self, names: Iterable[str] = ()) -> Snapshot:
+        """What is resident, and what these names stand for, those that stand for something."""
+        with self._read_lock, _as_config_error(f"{self.path}: cannot be read"):
+            self._reading.execute("BEGIN")
             try:
-                versions: dict[str, list[VersionRecord]] = {}
-                for row in self._durable.execute(f"SELECT {RECORD} FROM versions ORDER BY number DESC"):
-                    versions.setdefault(row[0], []).append(_record(row))
-                served = {name for (name,) in self._durable.execute("SELECT name FROM versions WHERE served")}
-                resident = self._durable.execute(
-                    "SELECT digest, metadata, path, file_bytes, resident_bytes FROM contents "
-                    "WHERE resident_bytes IS NOT NULL"
+                rows = self._reading.execute(
+                    f"SELECT digest, resident_bytes, {IS_NAMED} FROM contents WHERE resident_bytes IS NOT NULL"
                 ).fetchall()
-                own = self._durable.execute("SELECT digest FROM draining WHERE process = ?", (self.process,))
-                draining = {digest for (digest,) in own}
+                new = [
+                    self._reading.execute(MEMORY, row[:1]).fetchone() for row in rows if row[0] not in self._memories
+                ]
+                served = self._reading.execute(
+                    "SELECT name, digest FROM versions WHERE served AND name IN (SELECT value FROM json_each(?))",
+                    (json.dumps(list(names)),),
+                ).fetchall()
             finally:
-                self._durable.execute("COMMIT")
-            contents = {digest: (self._memory(digest, *row), nbytes) for digest, *row, nbytes in resident}
-            self._memories = {digest: memory for digest, (memory, _) in contents.items()}
-            records = {name: tuple(each) for name, each in versions.items() if name in served}
-            return Snapshot(records, contents, frozenset(draining & contents.keys()))
+                self._reading.execute("COMMIT")
+        known = {**self._memories, **{digest: _memory(*of_it) for digest, *of_it in new}}
+        self._memories = {digest: known[digest] for digest, *_ in rows}
+        resident = {digest: Resident(known[digest], nbytes, bool(is_named)) for digest, nbytes, is_named in rows}
+        return Snapshot(resident, dict(served))
 
-    def _memory(self, digest: str, metadata: str, path: str, file_bytes: int) -> ServedBundle:
-        if digest in self._memories:
-            return self._memories[digest]
-        return ServedBundle(BundleMetadata.model_validate_json(metadata), path, file_bytes)
+    def served(self, name: str) -> Served | None:
+        """What a name stands for, None for nothing."""
+        found = self._now(
+            "SELECT digest, resident_bytes, tag FROM versions JOIN contents USING (digest) LEFT JOIN tags USING (name) "
+            "WHERE name = ? AND served",
+            (name,),
+        )
+        return Served(*found[0]) if found else None
+
+    def is_named(self, digest: str) -> bool:
+        return bool(self._now("SELECT 1 FROM versions WHERE digest = ? AND served", (digest,)))
+
+    def memory(self, digest: str) -> ServedBundle:
+        """The API process's part of a version that is kept or resident."""
+        if (memory := self._memories.get(digest)) is not None:
+            return memory
+        (_, *of_it), *_ = self._read(MEMORY, (digest,))
+        return _memory(*of_it)
+
+    def page(self, after: str, limit: int) -> list[tuple[str, str]]:
+        """The next names in alphabetical order, with the digests that they stand for."""
+        statement = "SELECT name, digest FROM versions WHERE served AND name > ? ORDER BY name LIMIT ?"
+        return self._read(statement, (after, limit))
+
+    def found_first(self) -> str | None:
+        """Of the names that a resolver has found, the one that was found before all others."""
+        found = self._read("SELECT name FROM versions JOIN tags USING (name) WHERE served ORDER BY number LIMIT 1")
+        return found[0][0] if found else None
+
+    def num_names(self) -> int:
+        """How many names stand for something."""
+        ((number,),) = self._read("SELECT count(*) FROM versions WHERE served")
+        return int(number)
+
+    def users_of_adapter(self, adapter: str) -> list[str]:
+        """The names of bundles that need a LoRA adapter, in alphabetical order."""
+        statement = (
+            "SELECT name FROM versions JOIN contents USING (digest) WHERE served AND metadata ->> 'adapter' = ? "
+            "ORDER BY name"
+        )
+        return [name for (name,) in self._read(statement, (adapter,))]
+
+    def is_pinned(self, name: str) -> bool:
+        return bool(self._now("SELECT 1 FROM pins WHERE name = ?", (name,)))
+
+    def evictable(self) -> set[str]:
+        """The resident versions that may leave the pool: no pinned name stands for them."""
+        rows = self._read(
+            "SELECT digest FROM contents WHERE resident_bytes IS NOT NULL AND digest NOT IN "
+            "(SELECT digest FROM versions JOIN pins USING (name) WHERE served)"
+        )
+        return {digest for (digest,) in rows}
 
     def records(self, name: str) -> tuple[VersionRecord, ...]:
         """The versions of a name, served or not, the newest first."""
         rows = self._read(f"SELECT {RECORD} FROM versions WHERE name = ? ORDER BY number DESC", (name,))
         return tuple(_record(row) for row in rows)
 
+    def names_of(self, who: str) -> list[str]:
+        """The names that stand for what this one has loaded, in that order."""
+        return [
+            name for (name,) in self._read("SELECT name FROM versions WHERE served AND by = ? ORDER BY number", (who,))
+        ]
+
     @property
-    def names(self) -> list[str]:
-        return [name for (name,) in self._read("SELECT name FROM versions GROUP BY name ORDER BY min(number)")]
+    def pinned(self) -> list[str]:
+        """The pinned names that stand for something, in the order in which they were loaded."""
+        return [
+            name
+            for (name,) in self._read("SELECT name FROM versions JOIN pins USING (name) WHERE served ORDER BY number")
+        ]
 
     def kept(self, digest: str) -> tuple[str, bytes | None]:
         """Where a version was loaded from, and its bundle, if that is kept."""
@@ -264,70 +376,102 @@ class ServerState:
         self,
         record: VersionRecord,
         memory: ServedBundle,
-        resident_bytes: int,
+        resident_bytes: int | None,
         bundle: bytes | None,
         keep: int,
-        processes: Iterable[int],
         event: str,
-    ) -> None:
-        """Let a name stand for a version that is resident. At most `keep` versions of it are kept.
+        pin: bool | None = None,
+        tag: str | None = None,
+    ) -> str | None:
+        """Let a name stand for a version; return what it stood for before, if no name does any more.
 
         Args:
+            resident_bytes: in the pool of one rank; None if it was not made resident now.
             bundle: the content of its file, to be kept.
-            processes: the API processes of the server, whose requests may use the version before.
+            keep: at most so many versions of the name are kept.
             event: how the audit chain names the change.
+            pin: whether the name's versions stay in the pool; None as before.
+            tag: what a resolver has said of the file; None for any other name.
 
         Raises:
             CapacityError, ConfigError: it cannot be recorded. Nothing has changed.
         """
         if bundle is not None and len(bundle) > LARGEST_KEPT:
             raise CapacityError(f"a bundle of {len(bundle)} bytes cannot be kept in the state file: {LARGEST_KEPT} are")
-        loaded_at = record.loaded_at.isoformat()
-        row = (record.name, record.digest, record.parent_digest, loaded_at, record.by, record.source)
+        loaded_at, name = record.loaded_at.isoformat(), record.name
+        row = (name, record.digest, record.parent_digest, loaded_at, record.by, record.source)
         metadata = memory.metadata.model_dump_json()
         with self._transaction() as rows:
-            before, replaced = _served(rows), _served(rows, record.name)
-            audit_chain.append(rows, event, _details_of(record, next(iter(replaced), None)))
+            before, replaced = _digests(rows, name), _served(rows, name)
+            audit_chain.append(rows, event, _details_of(record, replaced))
             newest = rows.execute(
-                "SELECT digest, source FROM versions WHERE name = ? ORDER BY number DESC LIMIT 1", (record.name,)
+                "SELECT digest, source FROM versions WHERE name = ? ORDER BY number DESC LIMIT 1", (name,)
             ).fetchone()
             if newest != (record.digest, record.source):
                 rows.execute("DELETE FROM versions WHERE name = ? AND digest = ?", row[:2])
                 (number,) = rows.execute("SELECT coalesce(max(number), 0) + 1 FROM versions").fetchone()
                 rows.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, FALSE)", (number, *row))
-            rows.execute("UPDATE versions SET served = (digest = ?) WHERE name = ?", (record.digest, record.name))
+            rows.execute("UPDATE versions SET served = (digest = ?) WHERE name = ?", (record.digest, name))
             rows.execute(
                 "DELETE FROM versions WHERE name = ?1 AND number NOT IN "
                 "(SELECT number FROM versions WHERE name = ?1 ORDER BY number DESC LIMIT ?2)",
-                (record.name, keep),
+                (name, keep),
             )
             rows.execute(
                 "INSERT INTO contents VALUES (?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT DO UPDATE SET metadata = excluded.metadata, "
-                "path = excluded.path, file_bytes = excluded.file_bytes, resident_bytes = excluded.resident_bytes, "
+                "path = excluded.path, file_bytes = excluded.file_bytes, "
+                "resident_bytes = coalesce(excluded.resident_bytes, resident_bytes), "
                 "bundle = coalesce(excluded.bundle, bundle)",
                 (record.digest, metadata, memory.path, memory.file_bytes, resident_bytes, bundle),
             )
-            rows.execute("DELETE FROM draining WHERE digest = ?", (record.digest,))
+            if pin is not None:
+                rows.execute(
+                    "INSERT OR IGNORE INTO pins VALUES (?)" if pin else "DELETE FROM pins WHERE name = ?", (name,)
+                )
+            rows.execute("DELETE FROM tags WHERE name = ?", (name,))
+            if tag is not None:
+                rows.execute("INSERT INTO tags VALUES (?, ?)", (name, tag))
             rows.execute(
                 "DELETE FROM uses WHERE name = ? AND fact NOT IN (SELECT value FROM json_each(?))",
-                (record.name, json.dumps([fact.id for fact in memory.metadata.facts])),
+                (name, json.dumps([fact.id for fact in memory.metadata.facts])),
             )
-            rows.execute("UPDATE attempts SET left_digest = NULL WHERE name = ?", (record.name,))
-            _drain(rows, before, processes)
+            rows.execute("UPDATE attempts SET left_digest = NULL WHERE name = ?", (name,))
+            _drop_unused(rows, before)
+            return _unnamed(rows, replaced)
 
-    def drop(self, name: str, processes: Iterable[int], who: str) -> None:
-        """Forget a name. Raises CapacityError, ConfigError: it cannot be recorded, and nothing has changed."""
+    def drop(self, name: str, who: str) -> str | None:
+        """Forget a name; return what it stood for, if no name does any more.
+
+        Raises:
+            CapacityError, ConfigError: it cannot be recorded, and nothing has changed.
+        """
         with self._transaction() as rows:
-            before = _served(rows)
-            (served,) = rows.execute(
-                "SELECT digest FROM versions WHERE name = ? ORDER BY number DESC", (name,)
-            ).fetchone()
+            before, served = _digests(rows, name), _served(rows, name)
             audit_chain.append(rows, "unload", {"name": name, "digest": served, "by": who})
-            rows.execute("DELETE FROM versions WHERE name = ?", (name,))
-            rows.execute("DELETE FROM uses WHERE name = ?", (name,))
+            for table in ("versions", "uses", "pins", "tags"):
+                rows.execute(f"DELETE FROM {table} WHERE name = ?", (name,))
             rows.execute("UPDATE attempts SET left_digest = ? WHERE name = ?", (served, name))
-            _drain(rows, before, processes)
+            _drop_unused(rows, before)
+            return _unnamed(rows, served)
+
+    def tag(self, name: str, tag: str) -> None:
+        """A resolver has found the same content for a name again."""
+        with self._transaction(durable=False) as rows:
+            rows.execute("UPDATE tags SET tag = ? WHERE name = ?", (tag, name))
+
+    def warm(self, digest: str, resident_bytes: int) -> None:
+        """A version that a name stands for is resident again."""
+        with self._transaction(durable=False) as rows:
+            rows.execute("UPDATE contents SET resident_bytes = ? WHERE digest = ?", (resident_bytes, digest))
+
+    def evict(self, digest: str) -> bool:
+        """A version is to leave the pool, unless another process uses it; call it while this one does not."""
+        with self._unused(digest) as is_unused:
+            if is_unused:
+                with self._transaction(durable=False) as rows:
+                    rows.execute("UPDATE contents SET resident_bytes = NULL WHERE digest = ?", (digest,))
+            return is_unused
 
     def forget(self, name: str, digests: Collection[str], who: str) -> list[str]:
         """Drop earlier versions of a name; return those that are still used or kept otherwise.
@@ -336,12 +480,11 @@ class ServerState:
             CapacityError, ConfigError: it cannot be recorded. Nothing has changed.
         """
         with self._transaction() as rows:
-            details = {"name": name, "digests": list(digests), "served": next(iter(_served(rows, name))), "by": who}
+            details = {"name": name, "digests": list(digests), "served": _served(rows, name), "by": who}
             audit_chain.append(rows, "forget", details)
             for digest in digests:
                 rows.execute("DELETE FROM versions WHERE name = ? AND digest = ?", (name, digest))
-            for statement in DROP_UNUSED:
-                rows.execute(statement)
+            _drop_unused(rows, digests)
             in_use = [
                 digest
                 for digest in digests
@@ -350,22 +493,17 @@ class ServerState:
         self._erase_log()
         return in_use
 
-    def leave(self, digest: str) -> bool:
-        """No request of this process uses a version that drains; return whether none of any process does."""
-        with self._transaction() as rows:
-            rows.execute("DELETE FROM draining WHERE digest = ? AND process = ?", (digest, self.process))
-            return rows.execute("SELECT 1 FROM draining WHERE digest = ?", (digest,)).fetchone() is None
-
     def release(self, digest: str) -> bool:
-        """Whether nothing uses a resident version any more; it is not resident from now on."""
-        with self._transaction() as rows:
-            used = f"SELECT 1 FROM draining WHERE digest = ?1 UNION SELECT 1 FROM ({SERVED}) WHERE digest = ?1"
-            if rows.execute(used, (digest,)).fetchone() is not None:
+        """Whether neither a name nor another process uses a resident version; it is not resident from now on.
+
+        Call it while this process does not use it.
+        """
+        with self._unused(digest) as is_unused, self._transaction() as rows:
+            if not is_unused or _unnamed(rows, digest) is None:
                 return False
             statement = "UPDATE contents SET resident_bytes = NULL WHERE digest = ? AND resident_bytes IS NOT NULL"
             was_resident = rows.execute(statement, (digest,)).rowcount == 1
-            for statement in DROP_UNUSED:
-                rows.execute(statement)
+            _drop_unused(rows, [digest])
         self._erase_log()
         return was_resident
 
@@ -445,9 +583,14 @@ class ServerState:
                 return found
         return []
 
+    def _now(self, statement: str, values: tuple[Any, ...]) -> list[Any]:
+        """As `_read`, for the event loop: it waits for nothing that takes long."""
+        with self._watch_lock, _as_config_error(f"{self.path}: cannot be read"):
+            return self._watch.execute(statement, values).fetchall()
+
     def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        with self._lock, _as_config_error(f"{self.path}: cannot be read"):
-            return self._durable.execute(statement, values).fetchall()
+        with self._read_lock, _as_config_error(f"{self.path}: cannot be read"):
+            return self._reading.execute(statement, values).fetchall()
 
 
 def check_state_file(path: Path) -> bool:
@@ -480,9 +623,30 @@ def check_state_file(path: Path) -> bool:
     return True
 
 
-def _served(rows: sqlite3.Connection, name: str | None = None) -> set[str]:
-    """What all names stand for, or one."""
-    return {digest for (digest,) in rows.execute(f"{SERVED} AND coalesce(name = ?, TRUE)", (name,))}
+def _memory(metadata: str, path: str, file_bytes: int) -> ServedBundle:
+    return ServedBundle(BundleMetadata.model_validate_json(metadata), path, file_bytes)
+
+
+def _byte_of(digest: str) -> int:
+    """Of the lock file, for a version."""
+    return VERSIONS + int(digest[:15], 16)
+
+
+def _served(rows: sqlite3.Connection, name: str) -> str | None:
+    """What a name stands for."""
+    found = rows.execute("SELECT digest FROM versions WHERE name = ? AND served", (name,)).fetchone()
+    return found and str(found[0])
+
+
+def _digests(rows: sqlite3.Connection, name: str) -> list[str]:
+    """Of all versions of a name."""
+    return [digest for (digest,) in rows.execute("SELECT digest FROM versions WHERE name = ?", (name,))]
+
+
+def _unnamed(rows: sqlite3.Connection, digest: str | None) -> str | None:
+    """The digest, if no name stands for it."""
+    is_named = rows.execute("SELECT 1 FROM versions WHERE digest = ? AND served", (digest,)).fetchone()
+    return None if is_named else digest
 
 
 def _details_of(record: VersionRecord, before: str | None) -> dict[str, Any]:
@@ -490,15 +654,11 @@ def _details_of(record: VersionRecord, before: str | None) -> dict[str, Any]:
     return {**details, "by": record.by, "source": record.source}
 
 
-def _drain(rows: sqlite3.Connection, before: set[str], processes: Iterable[int]) -> None:
-    """Versions that no name stands for any more drain; contents that nothing needs go."""
-    leaving = before - _served(rows)
-    rows.executemany(
-        "INSERT OR IGNORE INTO draining SELECT ?1, ?2 FROM contents WHERE digest = ?1 AND resident_bytes IS NOT NULL",
-        [(digest, process) for digest in leaving for process in processes],
-    )
-    for statement in DROP_UNUSED:
-        rows.execute(statement)
+def _drop_unused(rows: sqlite3.Connection, digests: Iterable[str]) -> None:
+    """Contents that nothing needs go, of these, with their traces."""
+    for digest in digests:
+        for statement in DROP_UNUSED:
+            rows.execute(statement, (digest,))
 
 
 def _record(row: tuple[str, str, str | None, str, str, str]) -> VersionRecord:

@@ -31,6 +31,7 @@ from .served_bundle import ServedBundle
 
 CLIENT_ERRORS: Final = (VLLMClientError, ValueError, TypeError)  # answered with 4xx
 SPAN: Final = "inducekv_request"
+OTHER: Final = "(other)"  # the label of names without series of their own; no bundle may have this name
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
 # Of vLLM's own histograms of latencies, so that a dashboard can draw both with one scale.
@@ -171,8 +172,10 @@ def end_series(metric: Counter | Gauge | Histogram, bundle: str) -> None:
 class BundleMetrics:
     """The series of one name. A request holds on to it, so that it does not begin series that have ended."""
 
-    def __init__(self, bundle: str, *, exported: bool = True) -> None:
+    def __init__(self, bundle: str, *, exported: bool = True, label: str | None = None) -> None:
+        """`label`: `OTHER` for a name that shares its series with others."""
         self.bundle = bundle
+        self._label = label or bundle
         self._exported = exported
 
     def begin(self, memory: ServedBundle) -> None:
@@ -180,16 +183,16 @@ class BundleMetrics:
         tasks = memory.metadata.gate_tasks
         verdicts = [*(("open", task) for task in tasks), *((reason, "") for reason in CLOSED)] or [("none", "")]
         for verdict in verdicts:
-            REQUESTS.labels(self.bundle, *verdict)
+            REQUESTS.labels(self._label, *verdict)
         for source in SOURCES:
-            DECISIONS.labels(self.bundle, source)
+            DECISIONS.labels(self._label, source)
         for metric in BY_BUNDLE_ALONE:
-            metric.labels(self.bundle)
+            metric.labels(self._label)
 
     def end(self) -> None:
         self._exported = False
         for metric in OF_A_BUNDLE:
-            end_series(metric, self.bundle)
+            end_series(metric, self._label)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -197,7 +200,7 @@ class BundleMetrics:
         if not self._exported:
             yield
             return
-        running = ACTIVE.labels(self.bundle)  # this one: another of the same name may follow it
+        running = ACTIVE.labels(self._label)  # this one: another of the same name may follow it
         running.inc()
         try:
             yield
@@ -207,28 +210,29 @@ class BundleMetrics:
     def decided(self, decision: Decision) -> None:
         if not self._exported:
             return
-        DECISIONS.labels(self.bundle, decision.source).inc()
-        REQUESTS.labels(self.bundle, decision.verdict, decision.task or "").inc()
+        DECISIONS.labels(self._label, decision.source).inc()
+        task = "" if self._label == OTHER else decision.task or ""
+        REQUESTS.labels(self._label, decision.verdict, task).inc()
         if decision.source == "computed":
-            DECISION_SECONDS.labels(self.bundle).observe(decision.seconds)
+            DECISION_SECONDS.labels(self._label).observe(decision.seconds)
         if decision.margins is not None:
-            GATE_MARGIN.labels(self.bundle).observe(max(decision.margins))
+            GATE_MARGIN.labels(self._label).observe(max(decision.margins))
         if decision.answer is not None:
-            FACTS.labels(self.bundle).inc()
+            FACTS.labels(self._label).inc()
         if decision.similarity is not None:
-            SIMILARITY.labels(self.bundle).observe(decision.similarity)
+            SIMILARITY.labels(self._label).observe(decision.similarity)
 
     def first_token(self, seconds: float) -> None:
         if self._exported:
-            FIRST_TOKEN_SECONDS.labels(self.bundle).observe(seconds)
+            FIRST_TOKEN_SECONDS.labels(self._label).observe(seconds)
 
     def answered(self, seconds: float) -> None:
         if self._exported:
-            REQUEST_SECONDS.labels(self.bundle).observe(seconds)
+            REQUEST_SECONDS.labels(self._label).observe(seconds)
 
     def failed(self) -> None:
         if self._exported:
-            FAILURES.labels(self.bundle).inc()
+            FAILURES.labels(self._label).inc()
 
 
 class RequestSpan:

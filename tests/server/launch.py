@@ -33,7 +33,7 @@ SPANS = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDU
 FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
 RANK, SCALE = 4, 2.0
-STATE = "state"  # in the folder of a server's log
+STATE, FOUND = "state", "found"  # in the folder of a server's log: its state, and what its resolver finds
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
     """
     memory = [f"--memory={name}={world.paths[name]}" for name in ("first", "second")]
     root = ["--memory-page", "--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
+    (log.parent / FOUND).mkdir()
+    root += ["--memory-resolver", str(log.parent / FOUND)]
     kept = [f"--memory-state={log.parent / STATE}", "--memory-audit-answers", "--otlp-traces-endpoint", collector]
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     arguments += ["--worker-cls", "tests.server.ranks.HoldingWorker"]

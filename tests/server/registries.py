@@ -21,8 +21,11 @@ RUN = "this one"  # of a server
 class Workers:
     """What the workers hold, by digest, with the file that it was read from."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 1000) -> None:
+        """`room`: so many bundles fit."""
         self.resident: dict[str, str] = {}
+        self.room = room
+        self.loads: list[str] = []  # digests, in the order in which they became resident
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.errored = False
 
@@ -36,12 +39,15 @@ class Workers:
         if method == "inducekv_load_bundle":
             path, digest = args
             assert Path(path).is_file()
-            self.resident[digest] = path
+            if digest not in self.resident and len(self.resident) < self.room:
+                self.resident[digest] = path
+                self.loads.append(digest)
         elif method == "inducekv_unload_bundle":
             self.resident.pop(args[0], None)
         else:
             assert method == "inducekv_load_outcome"
-            assert args[0] in self.resident
+            if args[0] not in self.resident:
+                return [{"ok": False, "error": "no room", "kind": "CapacityError"}]
         return [{"ok": True, "resident_bytes": 1}]
 
 

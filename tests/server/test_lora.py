@@ -65,7 +65,7 @@ def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted,
     """vLLM's own LoRA on CPUs would mix adapters up with requests that have none."""
     config = SimpleNamespace(lora_config=SimpleNamespace(), model_config=SimpleNamespace(enforce_eager=False))
     client: Any = SimpleNamespace(vllm_config=config)
-    models: Any = SimpleNamespace(lora_requests={})
+    models: Any = SimpleNamespace(lora_requests={}, base_model_paths=[SimpleNamespace(name="base")])
     state = ServerState(tmp_path / "state", keeps_bundles=False)
     registry = BundleRegistry(client, models, adapted.bundle.metadata.backbone, state)
     memory = ServedBundle.from_bundle(adapted.plain.bundles["first"], str(adapted.plain.paths["first"]))

@@ -23,8 +23,9 @@ EXAMPLES = (5, pytest.param(50, marks=pytest.mark.slow))
 CHANGES = [f"/v1/{change}" for change in ("load_memory_bundle", "rollback_memory_bundle", "unload_memory_bundle")]
 CHANGES.append("/v1/forget_memory_versions")
 FACTS = ["/v1/memory_bundles/{name}/examples", "/v1/memory_bundles/{name}/examples/{example_id}"]
-WITH_INPUT = {*CHANGES, *FACTS, "/v1/memory_bundles/{name}", "/v1/memory_trace/{response_id}"}
-ROUTES = {*WITH_INPUT, "/v1/memory_bundles", "/v1/memory_decisions", "/v1/memory_server", "/v1/models/{model}"}
+LISTS = ["/v1/memory_bundles", "/v1/models"]
+WITH_INPUT = {*CHANGES, *FACTS, *LISTS, "/v1/memory_bundles/{name}", "/v1/memory_trace/{response_id}"}
+ROUTES = {*WITH_INPUT, "/v1/memory_decisions", "/v1/memory_server", "/v1/models/{model}"}
 
 
 @pytest.mark.anyio
@@ -47,7 +48,7 @@ async def test_what_lacks_room_is_no_bad_request(error: InduceKVError, status: i
 
 def test_the_schema_lists_every_kind_of_change() -> None:
     kinds = MemoryFailure.model_json_schema()["$defs"]["Change"]["enum"]
-    assert kinds == ["load", "rollback", "unload", "forget", "restore", "teach", "forget_facts"]
+    assert kinds == ["load", "rollback", "unload", "forget", "teach", "forget_facts"]
 
 
 def cases(operation: Any, mode: GenerationMode) -> Any:

@@ -1,4 +1,4 @@
-"""Names that are pinned to a version, in vLLM's table of adapters."""
+"""Names of bundles, and names pinned to a version, in vLLM's table of adapters."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.frontend.memory_engine import MemoryRequest
 from server.names import ServedNames, unpinned
+from server.state import Served
 
 DIGEST = "0123456789abcdef" * 4
+
+
+class State:
+    """It has one name."""
+
+    def served(self, name: str) -> Served | None:
+        return Served(DIGEST, None, None) if name == "m" else None
 
 
 @pytest.fixture
 def names() -> ServedNames:
     adapter = LoRARequest(lora_name="style", lora_int_id=1, lora_path=f"{DIGEST}")
-    memory = MemoryRequest(lora_name="m", lora_int_id=2, lora_path=DIGEST, base_model_name="base")
-    return ServedNames({"style": adapter, "m": memory})
+    return ServedNames({"style": adapter}, State(), "base")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -28,8 +35,17 @@ def test_others_are_not_there(names: ServedNames, model: str) -> None:
         names[model]
 
 
-def test_a_name_without_a_digest_is_not_pinned(names: ServedNames) -> None:
-    assert names["m"] is names.get("m")
+@pytest.mark.parametrize("model", ["m", f"m@{DIGEST}", f"m@{DIGEST[:12]}"])
+def test_a_bundle_is_found_and_not_listed(names: ServedNames, model: str) -> None:
+    found = names[model]
+    assert isinstance(found, MemoryRequest)
+    assert (found.lora_name, found.lora_path, found.base_model_name) == (model, DIGEST, "base")
+    assert found == names.get(model)
+    assert model in names
+    assert list(names) == ["style"]
+
+
+def test_a_name_without_a_digest_is_not_pinned() -> None:
     assert unpinned("m") == ("m", "")
     assert unpinned("a/b@c") == ("a/b@c", "")
     assert unpinned(f"a@b@{DIGEST}") == ("a@b", DIGEST)

@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Processes:
     async def _start(self, process: int) -> BundleRegistry:
         path, keeps = self.config.state or self.files / "temporary", self.config.state is not None
         state = await asyncio.to_thread(lambda: ServerState(path, keeps_bundles=keeps, process=process))
-        registry = BundleRegistry(self.workers, models(), FINGERPRINT, state, self.config, processes=PROCESSES)
+        registry = BundleRegistry(self.workers, models(), FINGERPRINT, state, self.config)
         await registry.start(RUN)
         return registry
 
@@ -67,6 +67,7 @@ class Processes:
 
     async def of(self, process: int, model: str = "m") -> str | None:
         await self.all[process].following.follow()  # as the middleware does
+        await self.all[process].bring(model)
         try:
             with self.all[process].lease(model) as lease:
                 return next(each for each in NAMES if DIGEST[each] == lease.memory.digest)
@@ -165,8 +166,8 @@ async def test_no_request_sees_an_older_version_than_one_that_has_ended_before_i
     slow = processes.all[PROCESSES - 1]._state
     snapshot = slow.snapshot
 
-    def late() -> Snapshot:
-        found = snapshot()
+    def late(names: Iterable[str]) -> Snapshot:
+        found = snapshot(names)
         time.sleep(0.01)  # in a thread: the others go on
         return found
 
@@ -316,7 +317,7 @@ async def test_a_process_that_cannot_read_the_state_serves_no_bundle(
     assert await processes.served() == ["b", "b", "b"]
 
 
-def _unreadable() -> None:
+def _unreadable(_: Any) -> None:
     raise ConfigError("state: cannot be read: disk I/O error")
 
 

@@ -14,7 +14,7 @@ import pytest
 from inducekv_vllm.bundle import Bundle, FactRecord, with_metadata, write_bundle
 from inducekv_vllm.errors import CapacityError, ConfigError
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from server.state import ServerState, VersionRecord, check_state_file
+from server.state import Served, ServerState, Snapshot, VersionRecord, check_state_file
 from tests.bundles import random_bundle
 
 BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
@@ -27,7 +27,7 @@ def content_of(bundle: Bundle) -> bytes:
 def point(state: ServerState, name: str, bundle: Bundle, keep: int = 3) -> None:
     record = VersionRecord(name, bundle.digest, None, datetime.now(UTC), "admin", "/somewhere/b.safetensors")
     content = content_of(bundle) if state.keeps_bundles else None
-    state.point(record, ServedBundle(bundle.metadata, "/somewhere/b.safetensors", 1), 1, content, keep, [0], "load")
+    state.point(record, ServedBundle(bundle.metadata, "/somewhere/b.safetensors", 1), 1, content, keep, "load")
 
 
 def digests(state: ServerState, name: str) -> list[int]:
@@ -49,10 +49,10 @@ def test_the_last_versions_are_kept_and_the_served_one_is_first(tmp_path: Path) 
     assert digests(state, "m") == [4, 3, 2]
     point(state, "m", BUNDLES[2])
     assert digests(state, "m") == [2, 4, 3]
-    assert list(state.snapshot().versions) == ["m"]
+    assert state.page("", 9) == [("m", BUNDLES[2].digest)]
     point(state, "n", BUNDLES[0])
-    state.drop("m", [0], "admin")
-    assert (state.names, state.records("m")) == (["n"], ())
+    assert state.drop("m", "admin") == BUNDLES[2].digest
+    assert (state.page("", 9), state.records("m")) == ([("n", BUNDLES[0].digest)], ())
 
 
 def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
@@ -61,8 +61,11 @@ def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
     for bundle in BUNDLES[:2]:
         point(state, "m", bundle)
     state.put_trace("owner", None, "r", {"digest": secret, "entry": "of the trace"})
+    other = ServerState(path, keeps_bundles=True, process=1)
+    assert other.hold(secret)
     assert state.forget("m", [secret], "admin") == [secret]  # its last request runs
-    assert state.leave(secret)
+    assert not state.release(secret)
+    other.let_go(secret)
     assert state.release(secret)
     assert not state.release(secret)
     assert contents(path) == {BUNDLES[1].digest}
@@ -72,7 +75,7 @@ def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
             assert of_it not in left.read_bytes(), left.name
 
 
-def test_a_server_that_starts_serves_nothing_of_its_predecessor_and_keeps_it(tmp_path: Path) -> None:
+def test_a_server_that_starts_has_the_names_of_its_predecessor_and_nothing_resident(tmp_path: Path) -> None:
     state = ServerState(tmp_path / "state", keeps_bundles=True)
     for bundle in BUNDLES[:2]:
         point(state, "m", bundle)
@@ -81,8 +84,8 @@ def test_a_server_that_starts_serves_nothing_of_its_predecessor_and_keeps_it(tmp
     state.close()
     again = ServerState(tmp_path / "state", keeps_bundles=True)
     again.begin({})
-    snapshot = again.snapshot()
-    assert (snapshot.versions, snapshot.contents, snapshot.draining) == ({}, {}, frozenset())
+    assert again.snapshot(["m", "n"]) == Snapshot({}, {"m": BUNDLES[1].digest})
+    assert again.served("m") == Served(BUNDLES[1].digest, None, None)
     assert not again.has_begun("one")
     assert not again.attempt_of("n").loading
     assert digests(again, "m") == [1, 0]
@@ -156,16 +159,16 @@ def test_one_server_uses_it_at_a_time(tmp_path: Path) -> None:
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     state = ServerState(tmp_path / "state", keeps_bundles=True)
     point(state, "m", BUNDLES[0])
-    state._durable.execute("PRAGMA max_page_count = 12")
+    state._durable.execute("PRAGMA max_page_count = 24")
     large = BUNDLES[1]
     with pytest.raises(CapacityError, match=r"state: cannot record this; nothing changed: .*full"):
         state.point(
             VersionRecord("m", large.digest, None, datetime.now(UTC), "admin", "/b"),
             ServedBundle(large.metadata, "/b", 1),
-            *(1, bytes(10**6), 3, [0], "load"),
+            *(1, bytes(10**6), 3, "load"),
         )
     assert digests(state, "m") == [0]
-    assert list(state.snapshot().contents) == [BUNDLES[0].digest]
+    assert list(state.snapshot().resident) == [BUNDLES[0].digest]
 
 
 def test_a_place_that_cannot_be_written_is_refused() -> None:
@@ -183,7 +186,7 @@ def test_when_facts_have_answered(tmp_path: Path) -> None:
     assert (state.uses("m"), state.uses("n"), state.uses("gone")) == ({"a": 3.0, "b": 4.0}, {"a": 1.0}, {})
     left = tuple(FactRecord(id=id, task="t", source_digest="0", question=id, answer="yes") for id in "bc")
     point(state, "m", with_metadata(BUNDLES[0], facts=left))
-    state.drop("n", [0], "admin")
+    state.drop("n", "admin")
     state.close()
     again = ServerState(tmp_path / "state", keeps_bundles=True)
     again.begin({})
@@ -215,3 +218,22 @@ def test_a_trace_is_found_by_its_owner_alone_and_never_overwritten(tmp_path: Pat
     assert found("bob", None, "cmpl-2") == ["first", "second"]
     for owner, salt in (("carol", None), ("bob", "salt"), ("", None)):
         assert found(owner, salt, "chatcmpl-1") == []
+
+
+def test_a_version_that_a_process_uses_does_not_leave_the_pool(tmp_path: Path) -> None:
+    """Nor is it used while it leaves. The lock of a process that is killed ends with it."""
+    first = ServerState(tmp_path / "state", keeps_bundles=False)
+    second = ServerState(tmp_path / "state", keeps_bundles=False, process=1)
+    for name, bundle in zip("mn", BUNDLES[:2], strict=True):
+        point(first, name, bundle)
+    used, unused = (bundle.digest for bundle in BUNDLES[:2])
+    assert second.hold(used)
+    assert (first.evict(used), first.evict(unused)) == (False, True)
+    assert first.evictable() == {used}
+    assert not second.hold(unused)
+    with second._unused(unused):
+        assert not first.hold(unused)
+    first.warm(unused, 1)
+    assert first.hold(unused)
+    second.close()  # as a kill does
+    assert first.evict(used)

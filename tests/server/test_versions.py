@@ -9,6 +9,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
@@ -127,6 +128,8 @@ async def test_a_restart_serves_what_was_acknowledged_last(files: dict[str, str]
     assert served(second, "m") == "a"
     assert served(second, "moved") == "ba"  # it was changed while the server ran
     assert served(second, "kept") == "ca"  # it was not: as the settings say now
+    assert set(workers.resident) == {DIGEST["b"], DIGEST["c"]}  # of the command line
+    await second.bring("m")
     assert set(workers.resident) == set(DIGEST.values())
     await end(second)
 
@@ -140,7 +143,7 @@ async def test_a_restart_serves_what_was_acknowledged_last(files: dict[str, str]
 async def test_a_restart_goes_without_a_version_that_cannot_be_read(
     files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    """Not even the command line's version is served in its place, until the name is loaded again."""
+    """Its requests are refused: not even the command line's version answers, until the name is loaded again."""
     config = InduceKVConfig(state=str(tmp_path / "state"), bundles={"m": files["a"]})
     first = begin(config, Workers())
     await first.start(RUN)
@@ -158,9 +161,11 @@ async def test_a_restart_goes_without_a_version_that_cannot_be_read(
 
     second = begin(config, Workers())
     await second.start(RUN)
-    assert {card.name for card in second.shown().data} == {"n"}
-    assert len([line for line in caplog.messages if "restore of memory bundle 'm' by start refused" in line]) == 1
-    assert (await second.detail("m")).state == "failed"
-    await second.load("m", files["b"], who="admin")
+    assert len([line for line in caplog.messages if "memory bundle 'm' cannot be loaded: " in line]) == 1
+    await second.bring("n")
+    with pytest.raises(RetryableRequestError, match="memory bundle 'm' cannot be loaded now"):
+        await second.bring("m")
+    await second.load("m", files["b"], replace=True, who="admin")
+    await second.bring("m")
     assert served(second) == "ba"
     assert second._state.kept(DIGEST["b"])[1] == whole

@@ -108,8 +108,10 @@ class FakeServer:
 
     def answer(self, request: Request) -> tuple[int, Any]:
         self.headers.append(dict(request.headers))
-        if request.path == "/v1/memory_bundles":
-            return 200, {"data": [{"name": "both", "digest": self.digest}]}
+        if request.path == "/v1/memory_bundles/both":
+            return 200, {"bundle": {"name": "both", "digest": self.digest}}
+        if request.path.startswith("/v1/memory_bundles/"):
+            return 404, {"error": {"message": "no memory bundle of this name is loaded"}}
         assert request.path == "/v1/chat/completions"
         self.seen.append(request.body)
         if self.trace is None:

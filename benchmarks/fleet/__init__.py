@@ -1,0 +1,7 @@
+"""Many bundles on one server: more than its pool has room for, found by name when a request asks for them.
+
+run.py        the command
+bundles.py    the bundles, and what each of them answers alone
+traffic.py    requests under Zipf's law, a scan, strangers' names, and the verdict on each answer
+names.py      a server that knows 100,000 names
+"""

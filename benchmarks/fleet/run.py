@@ -1,0 +1,156 @@
+"""A fleet of bundles on one server: are all answers right, what does a cold name cost, and does a scan harm the busy?
+
+    python -m benchmarks.fleet.run                                         # 1,000 bundles, 3,000 requests
+    python -m benchmarks.fleet.run --bundles 10000 --requests 10000        # for a night
+
+The pool has room for a share of the bundles; a folder has them all, and the server finds them by name. In turn: Zipf
+traffic while bundles are published again; single requests to warm and to cold names; a scan over all names, then a
+storm of names that nobody has, both beside Zipf traffic. Each answer is compared with the bundle's own: its fact, or
+what the bundle answers on a server that does nothing else. The command fails if one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.churn.changes import meanwhile
+from benchmarks.machine import describe_machine
+from benchmarks.server_process import serving
+from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.bundle import read_bundle, write_bundle
+from server.demo import CHECKPOINT
+
+from .bundles import Member, made, make_fleet
+from .traffic import Expected, Fleet, first_tokens, request
+
+SERVER = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager"]
+SERVER += ["--block-size", "32", "--no-enable-prefix-caching", "--served-model-name", "base"]
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+PROBES = 60  # warm and cold names each, that are asked one by one
+CHANGE_S = 1.0  # how often a bundle is published again
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundles", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=3000, help="a third in each of the parts with Zipf traffic")
+    parser.add_argument("--share", type=float, default=0.2, help="of the bundles' entries that the pool has room for")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--strangers", type=int, default=2000)
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work, files = Path(folder), Path(folder, "bundles")
+        files.mkdir()
+        members = make_fleet(CHECKPOINT, files, args.bundles)
+        entries = sum(read_bundle(file).num_entries for file in files.iterdir())
+        flags = [str(CHECKPOINT), "--memory-resolver", str(files), *SERVER]
+        expected = Expected()
+        with serving([*flags, "--memory-pool-entries", "4096"], work / "alone.log", ENVIRONMENT) as url:
+            asyncio.run(ask_alone(url, members, expected))
+        room = max(512, round(args.share * entries))
+        with serving(
+            [*flags, "--memory-pool-entries", str(room), *args.flags], work / "server.log", ENVIRONMENT
+        ) as url:
+            measured = asyncio.run(measure(url, members, expected, files, args))
+    fleet = {"bundles": args.bundles, "entries": entries, "pool_entries": room, "server_flags": args.flags}
+    text = json.dumps({"benchmark": "fleet", "machine": describe_machine(), **fleet, **measured}, indent=2)
+    print(text)
+    if args.output is not None:
+        args.output.write_text(text + "\n")
+    return 0 if measured["passed"] else 1
+
+
+async def ask_alone(url: str, members: list[Member], expected: Expected) -> None:
+    """What each member answers when nobody asks for anything else."""
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        for member in members:
+            answer = member.answer
+            if answer is None:
+                reply = await request(client, member.name, member)
+                assert reply.status == 200, reply.text
+                answer = reply.text
+            expected.publish(member.name, answer)
+
+
+async def measure(
+    url: str, members: list[Member], expected: Expected, files: Path, args: argparse.Namespace
+) -> dict[str, Any]:
+    """All parts, one after the other."""
+    random.Random(1).shuffle(members)
+    part = args.requests // 3
+    found: dict[str, Any] = {}
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        fleet = Fleet(client, members, expected)
+
+        async def zipf(seed: int) -> dict[str, Any]:
+            began, replies = time.monotonic(), await fleet.zipf(part, args.concurrency, seed)
+            rate = round(len(replies) / (time.monotonic() - began), 1)
+            return {**first_tokens(replies), "requests_a_second": rate, "busy_names_resident": fleet.watched()}
+
+        async with meanwhile(fleet.watch()):
+            async with meanwhile(keep_publishing(fleet, files)):
+                found["zipf"] = await zipf(1)
+            found["one_by_one"] = await one_by_one(fleet)
+            fleet.watched()
+            zipfs, scan = await asyncio.gather(zipf(2), fleet.scan(1))
+            found["scan"] = {"zipf_beside": zipfs, **first_tokens(scan)}
+            found["after_the_scan"] = await zipf(3)
+            zipfs, storm = await asyncio.gather(zipf(4), fleet.strangers(args.strangers, 32))
+            found["strangers"] = {
+                "zipf_beside": zipfs,
+                "names": len(storm),
+                "not_found": sum(r.status == 404 for r in storm),
+            }
+        found["listed"] = {
+            route: {"bytes": len((await client.get(f"/{route}")).content)}
+            for route in ("metrics", "v1/models", "v1/memory_bundles")
+        }
+        counters = ("inducekv:evictions_total", "inducekv:cold_seconds_count", "inducekv:resolver_looks_total")
+        lines = (await client.get("/metrics")).text.splitlines()
+        found["counters"] = dict(line.rsplit(" ", 1) for line in lines if line.startswith(counters))
+    return {
+        "verdicts": dict(fleet.counts),
+        "faults": fleet.faults[:20],
+        **found,
+        "passed": not fleet.faults and fleet.counts["right"] > 0,
+    }
+
+
+async def one_by_one(fleet: Fleet) -> dict[str, Any]:
+    """The first token of warm and of cold names, with nothing beside."""
+    replies: dict[bool, list[Any]] = {True: [], False: []}
+    names = random.Random(3).sample(fleet.members, len(fleet.members))
+    for member in (*fleet.members[: 2 * PROBES], *names):
+        is_warm = await fleet.is_resident(member.name)
+        if len(replies[is_warm]) < PROBES:
+            replies[is_warm].append(await fleet.ask(member))
+    return {"warm": first_tokens(replies[True]), "cold": first_tokens(replies[False])}
+
+
+async def keep_publishing(fleet: Fleet, files: Path) -> None:
+    """Publish a bundle with facts again, every now and then, until cancelled."""
+    reader, rng = await asyncio.to_thread(FactReader.of, CHECKPOINT), random.Random(5)
+    busy = [place for place, member in enumerate(fleet.members[:100]) if member.kind == "facts"]
+    while True:
+        await asyncio.sleep(CHANGE_S)
+        number = int(fleet.members[rng.choice(busy)].name.rpartition("-")[2])
+        member, bundle = await asyncio.to_thread(made, reader, number, rng)
+        assert member.answer is not None
+        fleet.expected.publish(member.name, member.answer)
+        await asyncio.to_thread(write_bundle, bundle, member.file(files), verify=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The workers' pool as a cache of versions.
+
+- A version that finds no room lets others leave, the least wanted first (`recency.py`). What a request of any API
+  process uses stays, and so does what a pinned name stands for.
+- A request for a cold name waits until it is loaded again. Those that ask for the same name share the load, and
+  nobody else waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import RetryableRequestError
+
+from inducekv_vllm.errors import CapacityError, InduceKVError
+from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.logs import logger_of
+
+from . import engines
+from .changes import Changes
+from .metrics import COLD_SECONDS, EVICTIONS
+from .names import Names
+from .reader import BundleReader
+from .state import ServerState
+from .turn import TURN
+
+logger = logger_of(__name__)
+T = TypeVar("T")
+ROOM_S: Final = 0.1  # how often a request that waits for room looks what other API processes have left
+WAIT_S: Final = 60.0  # so long it waits at most
+
+
+class Residency:
+    """See the module docstring. It belongs to the event loop of its API process."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        state: ServerState,
+        names: Names,
+        changes: Changes,
+        reader: BundleReader,
+        config: InduceKVConfig,
+        follow: Callable[[], Awaitable[None]],
+        in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """
+        Args:
+            follow: sees what is resident now.
+            in_background: a task that goes on whatever becomes of who waits for it.
+        """
+        self._client, self._state, self._names, self._changes, self._reader = client, state, names, changes, reader
+        self._config, self._follow, self._in_background = config, follow, in_background
+        self._coming: dict[str, asyncio.Task[None]] = {}  # loads of cold names
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    async def hold(self, name: str) -> None:
+        """Make what a name stands for resident; it stays so until the HTTP request that runs has ended.
+
+        Raises:
+            UnknownBundle: no bundle of this name is loaded.
+            RetryableRequestError: it cannot be loaded now; the log says why.
+            CapacityError: it does not fit beside what is pinned.
+        """
+        while (end := self._names.hold(self._names.served(name))) is None:
+            if name not in self._coming:
+                self._coming[name] = self._in_background(self._warm(name))
+                self._coming[name].add_done_callback(lambda _: self._coming.pop(name))
+            with COLD_SECONDS.time():
+                await self._arrival(name)
+        turn = TURN.get()
+        if turn is None:
+            end()
+        else:
+            turn.callback(end)
+
+    async def _arrival(self, name: str) -> None:
+        limit = min(WAIT_S, self._config.load_timeout_s)
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.shield(self._coming[name])
+        except TimeoutError as error:
+            logger.warning("memory bundle %r was not loaded in %g s: no room, or a change takes long", name, limit)
+            raise RetryableRequestError(f"memory bundle {name!r} could not be loaded in {limit:g} s") from error
+
+    async def _warm(self, name: str) -> None:
+        """Load what a cold name stands for. Raises as `hold`."""
+        deadline = time.monotonic() + WAIT_S  # nobody waits any more
+        try:
+            while not await self._is_warm(name) and time.monotonic() < deadline:
+                self._names.unused.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._names.unused.wait(), ROOM_S)
+        except CapacityError as error:
+            logger.warning("memory bundle %r cannot be loaded: %s", name, error)
+            raise CapacityError(f"memory bundle {name!r} does not fit into the pool beside what is pinned") from error
+        except (InduceKVError, TimeoutError) as error:
+            logger.warning("memory bundle %r cannot be loaded: %s", name, error or "it takes too long")
+            raise RetryableRequestError(f"memory bundle {name!r} cannot be loaded now") from error
+
+    async def _is_warm(self, name: str) -> bool:
+        """Whether a name could be made warm, or is no longer cold; False if others must end first."""
+        async with self._changes.alone():
+            served = self._state.served(name)
+            if served is None or served.resident_bytes is not None:
+                return True
+            async with self._reader.again(self._state.records(name)[0], self._state.memory(served.digest)) as memory:
+                try:
+                    async with self.resident(memory) as nbytes:
+                        await asyncio.to_thread(self._state.warm, served.digest, nbytes)
+                except CapacityError:
+                    if not await asyncio.to_thread(self._state.evictable):
+                        raise
+                    return False
+            await self._follow()
+            return True
+
+    # ---- the pool; a change is alone meanwhile ----------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def resident(self, memory: ServedBundle) -> AsyncIterator[int]:
+        """The workers have a version, and drop it again if they did not have it before and the context fails.
+
+        The context gets its bytes in the pool of one rank.
+
+        Raises:
+            InduceKVError: as for `engines.load`.
+            TimeoutError: it takes too long.
+        """
+        version = self._names.versions.get(memory.digest)
+        try:
+            yield version.resident_bytes if version else await self._load(memory)
+        except BaseException as error:
+            if version is None:
+                unloading = self._in_background(self._unload(memory))
+                if not isinstance(error, asyncio.CancelledError):  # out of time
+                    await unloading
+            raise
+
+    async def _load(self, memory: ServedBundle) -> int:
+        """`engines.load`. While there is no room, others leave: one, then two more, then four."""
+        number = 1
+        while True:
+            try:
+                async with asyncio.timeout(self._config.load_timeout_s):
+                    return await engines.load(self._client, memory)
+            except CapacityError:
+                if not await self._make_room(number):
+                    raise
+                number *= 2
+
+    async def _make_room(self, number: int) -> bool:
+        """Let so many of those that are wanted the least leave the pool; whether any has left."""
+        left = 0
+        for digest in self._names.recency.least_wanted(await asyncio.to_thread(self._state.evictable)):
+            if left < number and await _to_its_end(self._evict(digest)):
+                left += 1
+        return left > 0
+
+    async def _evict(self, digest: str) -> bool:
+        """Whether a version could leave the pool: no request uses it."""
+        version = self._names.versions.get(digest)
+        memory = version.memory if version is not None else await asyncio.to_thread(self._state.memory, digest)
+        with self._names.leaving(digest) as is_unused:
+            if not is_unused or not await asyncio.to_thread(self._state.evict, digest):
+                return False
+            await self._unload(memory)
+        await self._follow()
+        EVICTIONS.inc()
+        logger.info("memory of digest %s has left the pool: others were asked for since", digest)
+        return True
+
+    async def _unload(self, memory: ServedBundle) -> None:
+        await engines.unload(self._client, memory, self._names.task_adapters_but(memory.digest))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of what may not be left half done: if it is cancelled, it ends first."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

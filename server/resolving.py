@@ -1,0 +1,187 @@
+"""Bundles that nobody has loaded: looked up by name when a request asks for them, with a resolver (`resolvers.py`).
+
+- What is found is checked like any load, and recorded. It is cold then (`residency.py`).
+- A name that was found is looked up again, at most once in `resolver_refresh_s`: the next request after that gets what
+  has been published since. A name that an admin has loaded is not looked up.
+- What is missing, and what has failed, is remembered for `resolver_miss_s`: a stranger's names cost one look each, and
+  a store that hangs costs `resolver_timeout_s` each time.
+- Requests for one name share a look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from cachetools import TTLCache
+from vllm.exceptions import RetryableRequestError
+
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.vllm_seams.logs import logger_of
+
+from .access import Access
+from .metrics import FAILED, FOUND, LOOKS, MISSING, SAME
+from .reader import BundleReader, Checked
+from .resolvers import SUFFIX, MemoryResolver, can_be_resolved
+from .state import ServerState
+
+logger = logger_of(__name__)
+T = TypeVar("T")
+REMEMBERED: Final = 10_000  # names that are missing, have failed, or were looked up a moment ago, of each
+AT_ONCE: Final = 32  # calls of the resolver
+
+
+class Resolving:
+    """See the module docstring. It belongs to the event loop of its API process."""
+
+    def __init__(
+        self,
+        resolver: MemoryResolver,
+        state: ServerState,
+        reader: BundleReader,
+        config: InduceKVConfig,
+        publish: Callable[[str, Checked, str], Awaitable[None]],
+        withdraw: Callable[[str], Awaitable[object]],
+        in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """
+        Args:
+            publish: lets a name stand for a checked bundle with a resolver's tag; it is cold.
+            withdraw: lets a name stand for nothing.
+            in_background: a task that goes on whatever becomes of who waits for it.
+        """
+        self._resolver, self._state, self._reader, self._config = resolver, state, reader, config
+        self._publish, self._withdraw, self._in_background = publish, withdraw, in_background
+        self._cache = DiskCache(Path(config.resolver_cache or default_cache()), config.resolver_cache_bytes)
+        self._free = asyncio.Semaphore(AT_ONCE)
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        self._missing: TTLCache[str, None] = TTLCache(REMEMBERED, config.resolver_miss_s)
+        self._failed: TTLCache[str, str] = TTLCache(REMEMBERED, config.resolver_miss_s)
+        self._fresh: TTLCache[str, None] = TTLCache(REMEMBERED, config.resolver_refresh_s)
+
+    async def look(self, name: str) -> None:
+        """Let a name stand for what the resolver has of it now, or for nothing if it has nothing.
+
+        If that cannot be found out, a name that was found before keeps what it stands for.
+
+        Raises:
+            RetryableRequestError: it cannot be found out, and the name stands for nothing; the log says why.
+        """
+        served = self._state.served(name)
+        if (served is not None and served.tag is None) or name in self._missing or name in self._fresh:
+            return
+        if name not in self._failed:
+            if name not in self._looking:
+                self._looking[name] = self._in_background(self._look(name))
+                self._looking[name].add_done_callback(lambda _: self._looking.pop(name))
+            await asyncio.shield(self._looking[name])
+        if name in self._failed and self._state.served(name) is None:
+            raise RetryableRequestError(f"memory bundle {name!r:.200} {self._failed[name]}; please retry later")
+
+    def look_again(self, name: str) -> bool:
+        """Forget what is known of the file of a name, which cannot be read; False for a name that was not found."""
+        served = self._state.served(name)
+        if served is None or served.tag is None:
+            return False
+        self._fresh.pop(name, None)
+        self._state.tag(name, "")
+        return True
+
+    async def _look(self, name: str) -> None:
+        what = "cannot be looked up now"
+        try:
+            tag = await self._apart(self._resolver.tag, name) if can_be_resolved(name) else None
+            served = self._state.served(name)
+            outcome = SAME
+            if tag is None:
+                outcome = MISSING
+                self._missing[name] = None
+                if served is not None:
+                    await self._withdraw(name)
+            elif served is None or served.tag != tag:
+                outcome, what = FOUND, "cannot be used as it is now"
+                await self._take(name, tag)
+            self._fresh[name] = None
+            LOOKS.labels(outcome).inc()
+        except Exception as error:  # whatever a resolver raises
+            limit = self._config.resolver_timeout_s
+            reason = f"no answer in {limit:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
+            logger.warning("memory bundle %.200r %s: %.1000s", name, what, " ".join(reason.split()))
+            self._failed[name] = what
+            LOOKS.labels(FAILED).inc()
+
+    async def _take(self, name: str, tag: str) -> None:
+        """Fetch, check and publish what the resolver has of a name. Nothing is left of what is refused."""
+        copy = await asyncio.to_thread(self._cache.begin)
+        try:
+            path = await self._apart(self._resolver.fetch, name, copy)
+            checked = await self._reader.read(name, str(path), Access([str(path.parent)]), keep=False)
+            if path == copy:
+                checked = await asyncio.to_thread(self._cache.keep, copy, checked)
+        finally:
+            await asyncio.to_thread(copy.unlink, missing_ok=True)
+        await self._publish(name, checked, tag)
+
+    async def _apart(self, call: Callable[..., T], *arguments: object) -> T:
+        """Call what may hang in a thread of its own, which nothing waits for at the end. Raises TimeoutError."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def end(result: T | None, error: BaseException | None) -> None:
+            self._free.release()
+            if answer.done():  # nobody waits any more
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = call(*arguments)
+            except BaseException as found:
+                error = found
+            loop.call_soon_threadsafe(end, result, error)
+
+        async with asyncio.timeout(self._config.resolver_timeout_s):
+            await self._free.acquire()
+            threading.Thread(target=run, name="inducekv-resolve", daemon=True).start()
+            return await answer
+
+
+class DiskCache:
+    """What was fetched from elsewhere, in a folder, named by digest. Several servers may share it."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+
+    def begin(self) -> Path:
+        """A place for a copy. Raises OSError."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=".fetched-", suffix=SUFFIX, dir=self._folder)
+        os.close(descriptor)
+        return Path(path)
+
+    def keep(self, copy: Path, checked: Checked) -> Checked:
+        """A checked copy gets its place, and those that have been there the longest go. Raises OSError."""
+        place = self._folder / f"{checked.memory.digest}{SUFFIX}"
+        os.replace(copy, place)
+        kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._folder.glob(f"*{SUFFIX}"))
+        total = sum(size for _, size, _ in kept)
+        for _, size, file in kept:
+            if total <= self._max_bytes or file == place:
+                break
+            file.unlink(missing_ok=True)
+            total -= size
+        return checked.at(str(place))
+
+
+def default_cache() -> str:
+    """The folder of the user's caches."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "inducekv")

@@ -1,0 +1,225 @@
+"""The pool as a cache: who leaves it, who stays, and who waits; the workers are imitated, and have little room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from vllm.exceptions import RetryableRequestError
+
+from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from server import residency
+from server.recency import Recency
+from server.registry import BundleRegistry
+from server.state import ServerState
+from server.turn import TURN
+from tests.bundles import FINGERPRINT, random_bundle
+from tests.server.registries import RUN, Workers, begin, end, models
+
+pytestmark = pytest.mark.anyio
+BUNDLES = {f"n{seed}": random_bundle(seed=seed) for seed in range(8)}
+NAME_OF = {bundle.digest: name for name, bundle in BUNDLES.items()}
+
+
+class Pool:
+    """A registry whose workers have room for three bundles."""
+
+    def __init__(self, folder: Path, room: int = 3, **settings: object) -> None:
+        self.folder, self.workers = folder, Workers(room)
+        self.registry = begin(InduceKVConfig(**settings), self.workers, folder / "temporary")  # type: ignore[arg-type]
+
+    async def load(self, *names: str, pin: bool | None = None) -> None:
+        for name in names:
+            await self.registry.load(name, str(self.folder / f"{name}.safetensors"), who="admin", pin=pin)
+
+    async def ask(self, *names: str) -> None:
+        """A request for each, one after the other."""
+        for name in names:
+            with ExitStack() as turn:
+                await self.begin(name, turn)
+
+    async def begin(self, name: str, turn: ExitStack) -> None:
+        """A request that runs until the end of its turn."""
+        token = TURN.set(turn)
+        try:
+            await self.registry.bring(name)
+        finally:
+            TURN.reset(token)
+        lease = turn.enter_context(self.registry.lease(name))
+        assert NAME_OF[lease.memory.digest] == name
+        assert lease.memory.digest in self.workers.resident
+
+    @property
+    def resident(self) -> set[str]:
+        return {NAME_OF[digest] for digest in self.workers.resident}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    for name, bundle in BUNDLES.items():
+        write_bundle(bundle, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+async def pool(files: Path) -> AsyncIterator[Pool]:
+    pool = Pool(files)
+    yield pool
+    await end(pool.registry)
+
+
+async def test_the_least_recently_used_leaves_and_is_loaded_again_when_it_is_asked_for(pool: Pool) -> None:
+    await pool.load("n0", "n1", "n2")
+    await pool.ask("n1", "n0", "n2")
+    await pool.load("n3")
+    assert pool.resident == {"n0", "n2", "n3"}
+    cards = {card.name: card for card in pool.registry.shown().data}
+    assert {name for name, card in cards.items() if card.is_resident} == pool.resident
+    assert pool.registry.shown().draining == []
+    await pool.ask("n1")
+    assert pool.resident == {"n1", "n2", "n3"}
+
+
+async def test_what_a_request_uses_and_what_is_pinned_stays(pool: Pool) -> None:
+    await pool.load("n0", pin=True)
+    await pool.load("n1", "n2")
+    with ExitStack() as turn:
+        await pool.begin("n1", turn)
+        for name in ("n3", "n4", "n5", "n6"):
+            await pool.load(name)
+            assert pool.resident == {"n0", "n1", name}
+            await pool.ask(name)
+    await pool.load("n7")
+    assert "n0" in pool.resident
+    cards = {card.name: card.pinned for card in pool.registry.shown().data}
+    assert {name for name, pinned in cards.items() if pinned} == {"n0"}
+
+
+async def test_a_request_waits_for_room_and_nobody_else_does(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    await pool.load("n0", "n1", "n2", "n3")
+    with ExitStack() as first, ExitStack() as others:
+        for name in ("n1", "n2", "n3"):
+            await pool.begin(name, first if name == "n1" else others)
+        waiting = asyncio.ensure_future(pool.ask("n0"))
+        await asyncio.sleep(0.05)
+        await pool.ask("n1", "n2")
+        with pytest.raises(CapacityError, match="no room"):
+            await pool.load("n4")  # an admin is told at once
+        assert not waiting.done()
+        first.close()
+        await waiting
+        assert pool.resident == {"n0", "n2", "n3"}
+        await pool.begin("n0", others)
+        monkeypatch.setattr(residency, "WAIT_S", 0.05)
+        with pytest.raises(RetryableRequestError, match=r"'n1' could not be loaded in 0\.05 s"):
+            await pool.ask("n1")
+
+
+async def test_what_does_not_fit_beside_the_pinned_is_told_at_once(pool: Pool) -> None:
+    await pool.load("n0", "n1", "n2", "n3")
+    for name in ("n0", "n1", "n2"):
+        await pool.registry.load(name, str(pool.folder / f"{name}.safetensors"), replace=True, pin=True)
+    with pytest.raises(CapacityError, match="memory bundle 'n3' does not fit into the pool beside what is pinned"):
+        await pool.ask("n3")
+
+
+async def test_requests_for_one_cold_name_share_its_load(pool: Pool) -> None:
+    await pool.load("n0", "n1", "n2", "n3")
+    assert pool.resident == {"n1", "n2", "n3"}
+    before = len(pool.workers.loads)
+    given_up = asyncio.ensure_future(pool.ask("n0"))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(*(pool.ask("n0") for _ in range(20)))
+    assert pool.workers.loads[before:] == [BUNDLES["n0"].digest]
+
+
+async def test_many_cold_names_at_once_get_their_own(pool: Pool) -> None:
+    await pool.load(*BUNDLES)
+    await asyncio.gather(*(pool.ask(name) for _ in range(5) for name in BUNDLES))
+    assert len(pool.workers.resident) <= 3
+
+
+async def test_what_is_loaded_again_after_its_file_has_changed_is_refused(pool: Pool) -> None:
+    await pool.load("n0", "n1", "n2", "n3")
+    write_bundle(BUNDLES["n1"], pool.folder / "n0.safetensors")
+    pool.registry._reader._checked.clear()  # another process looks at it
+    with pytest.raises(RetryableRequestError, match="memory bundle 'n0' cannot be loaded now"):
+        await pool.ask("n0")
+    await pool.ask("n1", "n2", "n3")
+
+
+async def test_a_restart_loads_what_is_pinned_and_the_rest_when_it_is_asked_for(files: Path) -> None:
+    state = str(files / "state")
+    pool = Pool(files, state=state)
+    await pool.load("n0", "n1", "n2", "n3")
+    await pool.registry.load("n1", str(files / "n1.safetensors"), replace=True, pin=True)
+    await end(pool.registry)
+    again = Pool(files, state=state)
+    await again.registry.start(RUN)
+    assert again.resident == {"n1"}
+    for file in files.glob("n*.safetensors"):
+        file.unlink()  # the state has its own copies
+    await again.ask("n0", "n1", "n2", "n3")
+    await end(again.registry)
+
+
+async def test_a_version_that_another_process_uses_stays(files: Path) -> None:
+    first = Pool(files)
+    await first.registry.start(RUN)
+    second = Pool.__new__(Pool)
+    second.folder, second.workers = files, first.workers
+    state = ServerState(files / "temporary", keeps_bundles=False, process=1)
+    second.registry = BundleRegistry(first.workers, models(), FINGERPRINT, state, InduceKVConfig())
+    await second.registry.start(RUN)
+    await first.load("n0", "n1", "n2")
+    await second.load("n3")  # second knows nothing of what first was asked for
+    await first.load("n0") if "n0" not in first.registry else None
+    with ExitStack() as turn:
+        await second.begin("n0", turn)
+        await first.load("n4", "n5", "n6", "n7")
+        assert "n0" in first.resident
+    await first.ask("n1", "n2", "n3")
+    assert "n0" not in first.resident
+    await asyncio.gather(*(each.ask(name) for each in (first, second) for name in BUNDLES))
+    for each in (first, second):
+        await end(each.registry)
+
+
+async def test_a_pool_that_cannot_be_recorded_is_left_as_it_was(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    await pool.load("n0", "n1", "n2", "n3")
+
+    def full(*_: object) -> None:
+        raise CapacityError("state: cannot record this; nothing changed: the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.registry._state, "warm", full)
+        patch.setattr(residency, "WAIT_S", 0.2)
+        with contextlib.suppress(RetryableRequestError, CapacityError):
+            await pool.ask("n0")
+        assert "n0" not in pool.resident
+    await pool.ask("n0", "n1", "n2", "n3")
+
+
+def test_a_scan_leaves_alone_what_is_busy() -> None:
+    """Room for 100 versions: 40 busy ones get every other request; a scan asks for 10,000 others, each once."""
+    recency, hits = Recency(), 0
+    resident: dict[str, int] = {}
+    for number in range(20_000):
+        wanted = str(number // 2 % 40) if number % 2 else f"scan{number}"
+        if wanted in resident:
+            hits += 1
+        elif len(resident) >= 100:
+            gone = recency.least_wanted(resident)[0]
+            del resident[gone]
+            recency.gone(gone)
+        resident[wanted] = 1
+        recency.came(wanted)
+        recency.used(wanted)
+    assert hits == 10_000 - 40
