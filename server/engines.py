@@ -41,13 +41,25 @@ async def load(client: EngineClient, memory: ServedBundle) -> int:
     return resident_bytes
 
 
-async def unload(client: EngineClient, memory: ServedBundle, but: Iterable[LoRARequest] = ()) -> None:
-    """Drop a bundle, or its load; running requests keep it until they end. `but`: adapters that others use."""
+async def unload(
+    client: EngineClient, memory: ServedBundle, but: Iterable[LoRARequest] = (), *, keep: bool = False
+) -> None:
+    """Drop a bundle, or its load; running requests keep it until they end.
+
+    Args:
+        but: adapters that others use.
+        keep: the workers may keep a copy in host memory, to load it again.
+    """
     needed = {adapter.lora_int_id for adapter in but}
     for adapter in task_adapters(memory).values():
         if adapter.lora_int_id not in needed:
             await client.collective_rpc("remove_lora", args=(adapter.lora_int_id,))
-    await client.collective_rpc("inducekv_unload_bundle", args=(memory.digest,))
+    await client.collective_rpc("inducekv_unload_bundle", args=(memory.digest, keep))
+
+
+async def drop_copy(client: EngineClient, digest: str) -> None:
+    """Drop what the workers have kept in host memory of a bundle that has left the pool."""
+    await client.collective_rpc("inducekv_unload_bundle", args=(digest, False))
 
 
 async def release(client: EngineClient, memory: ServedBundle, but: Iterable[LoRARequest]) -> bool | None:

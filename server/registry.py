@@ -384,10 +384,19 @@ class BundleRegistry:
                 await self._residency.hold(name)
 
     def _leave(self, digest: str | None) -> None:
-        """What no name stands for any more is released, if it is resident and no request uses it."""
-        version = self._names.versions.get(digest or "")
-        if version is not None and not version.is_used:
+        """What no name stands for any more is released, if no request uses it: in the pool and in host memory."""
+        if digest is None:
+            return
+        version = self._names.versions.get(digest)
+        if version is None:
+            self.in_background(self._drop_copy(digest))
+        elif not version.is_used:
             self._left(version.memory)
+
+    async def _drop_copy(self, digest: str) -> None:
+        async with self._changes.alone():  # it may be loaded again meanwhile
+            if digest not in self._names.versions and not await asyncio.to_thread(self._state.is_named, digest):
+                await engines.drop_copy(self._client, digest)
 
     def _left(self, memory: ServedBundle) -> None:
         self.in_background(self._release(memory))

@@ -171,14 +171,14 @@ class Residency:
         with self._names.leaving(digest) as is_unused:
             if not is_unused or not await asyncio.to_thread(self._state.evict, digest):
                 return False
-            await self._unload(memory)
+            await self._unload(memory, keep=True)
         await self._follow()
         EVICTIONS.inc()
         logger.info("memory of digest %s has left the pool: others were asked for since", digest)
         return True
 
-    async def _unload(self, memory: ServedBundle) -> None:
-        await engines.unload(self._client, memory, self._names.task_adapters_but(memory.digest))
+    async def _unload(self, memory: ServedBundle, *, keep: bool = False) -> None:
+        await engines.unload(self._client, memory, self._names.task_adapters_but(memory.digest), keep=keep)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:

@@ -72,9 +72,15 @@ def _fitted(backbone: Backbone, task: str, options: argparse.Namespace) -> Fitte
     settings, own, base = fit_settings(options), {task: read_task(options.gate)}, read_task(options.base)
     background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
     check_questions(own, background, base, near_misses=near_misses)
-    known = {"background": background, "near_misses": near_misses}
     return fit_gate(
-        backbone, own, base, **known, misses=settings.gate_misses, seed=settings.seed, kind=settings.gate_kind
+        backbone,
+        own,
+        base,
+        background=background,
+        near_misses=near_misses,
+        misses=settings.gate_misses,
+        seed=settings.seed,
+        kind=settings.gate_kind,
     )
 
 

@@ -24,6 +24,7 @@ class Workers:
     def __init__(self, room: int = 1000) -> None:
         """`room`: so many bundles fit."""
         self.resident: dict[str, str] = {}
+        self.kept: set[str] = set()  # in host memory: what has left the pool and may come back
         self.room = room
         self.loads: list[str] = []  # digests, in the order in which they became resident
         self.vllm_config = SimpleNamespace(lora_config=None)
@@ -32,7 +33,7 @@ class Workers:
     def get_num_unfinished_requests(self) -> int:
         return 0
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
         if method == "inducekv_is_erased":
             return [args[0] not in self.resident]
@@ -42,12 +43,15 @@ class Workers:
             if digest not in self.resident and len(self.resident) < self.room:
                 self.resident[digest] = path
                 self.loads.append(digest)
-        elif method == "inducekv_unload_bundle":
-            self.resident.pop(args[0], None)
-        else:
-            assert method == "inducekv_load_outcome"
-            if args[0] not in self.resident:
+            if digest not in self.resident:
                 return [{"ok": False, "error": "no room", "kind": "CapacityError"}]
+        else:
+            assert method == "inducekv_unload_bundle"
+            digest, keep = args
+            if self.resident.pop(digest, None) is not None and keep:
+                self.kept.add(digest)
+            elif not keep:
+                self.kept.discard(digest)
         return [{"ok": True, "resident_bytes": 1}]
 
 

@@ -86,6 +86,18 @@ async def test_the_least_recently_used_leaves_and_is_loaded_again_when_it_is_ask
     assert pool.resident == {"n1", "n2", "n3"}
 
 
+async def test_host_memory_keeps_what_may_come_back_and_nothing_that_no_name_stands_for(pool: Pool) -> None:
+    await pool.load("n0", "n1", "n2", "n3")
+    assert pool.workers.kept == {BUNDLES["n0"].digest}
+    await pool.registry.unload("n0")
+    await asyncio.gather(*pool.registry.background)
+    assert pool.workers.kept == set()
+    await pool.load("n4")  # n1 leaves
+    await pool.registry.load("n1", str(pool.folder / "n5.safetensors"), who="admin", replace=True)
+    await asyncio.gather(*pool.registry.background)
+    assert BUNDLES["n1"].digest not in pool.workers.kept
+
+
 async def test_what_a_request_uses_and_what_is_pinned_stays(pool: Pool) -> None:
     await pool.load("n0", pin=True)
     await pool.load("n1", "n2")
