@@ -39,7 +39,7 @@ from ..vllm_seams.config import InduceKVConfig
 from .loading import load
 from .memory_engine import pop_decision
 from .pictures import picture_params, state_in
-from .request import read_options, require_rendered, require_strictness, spec_for, with_spec
+from .request import MemoryOptions, read_options, require_rendered, require_strictness, spec_for, with_spec
 from .served_bundle import ServedBundle
 
 _T = TypeVar("_T")
@@ -176,7 +176,8 @@ class MemoryLLM:
             conversations: N lists of OpenAI messages.
             params: one for all, or N.
             memory: one for all, or N; prompts with different memories and with none run in one batch.
-            top_k: entries retrieved; None for the engine's setting.
+            top_k: entries retrieved; None for the engine's setting. A prompt's parameters may say it, too, by
+                `extra_args`.
             remainder: weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0. None for
                 the engine's setting.
             strictness: how much prompts may differ from the facts' questions; None for each memory's. A prompt's
@@ -214,16 +215,18 @@ class MemoryLLM:
     ) -> list[MemoryAnswer]:
         all_params = _one_each(params, len(renders), "params")
         memories = _one_each(memory, len(renders), "memory")
-        own = list[StrictnessName | None]()
+        own = list[MemoryOptions]()
         for each, user_params in zip(memories, all_params, strict=True):
             self._check(each, adapter)
-            own.append(None if each is None else read_options(user_params, each).strictness)
+            own.append(MemoryOptions() if each is None else read_options(user_params, each))
         if strictness is not None:
             require_strictness(strictness)
         prompts = [require_rendered(render()) for render in renders]
         specs = [
-            None if each is None else self._spec(each, prompt, top_k, remainder, own_strictness or strictness)
-            for prompt, each, own_strictness in zip(prompts, memories, own, strict=True)
+            None
+            if each is None
+            else self._spec(each, prompt, asked.top_k or top_k, remainder, asked.strictness or strictness)
+            for prompt, each, asked in zip(prompts, memories, own, strict=True)
         ]
         all_params = [with_spec(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)

@@ -86,7 +86,15 @@ def test_all_kinds_in_one_batch_under_preemption(served: MemoryEngine) -> None:
 
 
 def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
-    served.check(prompts(4, seed=8), ["generation-prior-maps"] * 4, top_k=2)
+    """A call says how many entries count, or a prompt's parameters do, which win."""
+    questions, own = prompts(4, seed=8), greedy()
+    own.extra_args = {"inducekv_top_k": 2}
+    answers = served.check(questions, ["generation-prior-maps"] * 4, top_k=2)
+    same = served.chat(questions, ["generation-prior-maps"] * 4, own, top_k=1)
+    for answer, other in zip(answers, same, strict=True):
+        assert other.decision is not None
+        assert answer.decision is not None
+        assert other.decision.outcome == answer.decision.outcome
 
 
 def test_maps_of_another_width_are_refused(served: MemoryEngine, tmp_path: Path) -> None:
