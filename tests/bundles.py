@@ -152,7 +152,7 @@ def random_maps(shape: Sequence[int], rank: int, heads_per_kv_head: int, scale: 
 
 def remade(bundle: Bundle, **changes: Any) -> Bundle:
     """A bundle created again, with its gate; `changes` replace arguments of `Bundle.create`."""
-    kept = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form", "activations")
+    kept = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form", "activations", "payload_dtype")
     facts = {name: getattr(bundle.metadata, name) for name in kept} | {"gate": bundle.gate}
     tensors = {name: tensor for name, tensor in bundle.tensors().items() if not name.startswith("gate_")}
     return Bundle.create(**(tensors | facts | changes))

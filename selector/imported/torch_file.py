@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.serialization import safe_globals
 
+from inducekv_vllm.backbone.checkpoints import summary
 from inducekv_vllm.errors import BundleError
 
 MAX_PICKLE: Final = 2**24  # bytes of what describes the tensors; theirs lie beside it
@@ -26,14 +26,18 @@ def read_torch_file(path: Path, *allowed: Any) -> Any:
         _check_size(path)
         with safe_globals(list(allowed)):
             return torch.load(path, map_location="cpu", weights_only=True)
+    except BundleError:
+        raise
     except OSError as error:
         raise BundleError(f"{path}: cannot read the file: {error.strerror or error}") from error
     except zipfile.BadZipFile as error:
         raise BundleError(f"{path}: not a file of torch.save: {error}") from error
-    except pickle.UnpicklingError as error:
-        raise BundleError(f"{path}: holds something else than tensors, which is not run: {_reason(error)}") from error
-    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError) as error:
-        raise BundleError(f"{path}: damaged: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    except Exception as error:  # of many kinds
+        if type(error).__name__ == "UnpicklingError":
+            raise BundleError(
+                f"{path}: holds something else than tensors, which is not run: {_named(error)}"
+            ) from error
+        raise BundleError(f"{path}: damaged: {summary(error)}") from error
 
 
 def float_tensor(found: Any, shape: tuple[int, ...], name: str) -> Tensor:
@@ -67,8 +71,7 @@ def _check_size(path: Path) -> None:
                 )
 
 
-def _reason(error: pickle.UnpicklingError) -> str:
+def _named(error: Exception) -> str:
     """The class or function that was refused, of torch's many lines."""
     lines = [line.strip() for line in str(error).splitlines()]
-    named = [line for line in lines if "Unsupported" in line or "GLOBAL" in line or "operand" in line]
-    return (named or lines or ["no reason given"])[0]
+    return next((line for line in lines if "Unsupported" in line or "GLOBAL" in line or "operand" in line), lines[0])

@@ -15,7 +15,7 @@ from ..data.choice import hold_out
 from ..data.examples import Example
 from ..runtime.progress import track
 from .measures import composition
-from .settings import REFINED
+from .settings import IMPORTED, REFINED
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ def check_previous(backbone: Backbone, inputs: TaskInputs, budget: int, payload_
     if previous is None:
         return
     previous.require_backbone(backbone.fingerprint, "the previous bundle")
-    if (previous.metadata.recipe == REFINED) != (recipe == REFINED):
+    made_by = previous.metadata.recipe
+    if (made_by == REFINED) != (recipe == REFINED) or made_by == IMPORTED:
         raise BundleError(
-            f"the previous bundle was made by the recipe {previous.metadata.recipe!r}, "
-            f"which the recipe {recipe!r} cannot continue"
+            f"the previous bundle was made by the recipe {made_by!r}, which the recipe {recipe!r} cannot continue"
         )
     if previous.num_entries and previous.payload_tokens != payload_tokens:
         raise BundleError(

@@ -91,7 +91,9 @@ def decode_self_lse(query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: 
     """Compute the log-sum-exp [n, H] float32 of each request's self-attention; query [n, H, D], rotated."""
     n, H, D = query.shape
     J = kv_cache.shape[1]
-    keys = packed_keys(kv_cache)[batch.blocks].float()  # [n, K, J, D, C]
+    # To index by a matrix, or to copy all of blocks that are nearly empty, would take several times as long.
+    seen = packed_keys(kv_cache)[..., : batch.self_mask.shape[-1]]
+    keys = seen.index_select(0, batch.blocks.view(-1)).view(*batch.blocks.shape, *seen.shape[1:]).float()
     logits = query.float().view(n, 1, J, H // J, D) @ keys  # [n, K, J, G, C]
     return torch.add(batch.self_mask, logits, alpha=scale).logsumexp((1, 4)).view(n, H)
 

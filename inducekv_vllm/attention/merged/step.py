@@ -50,7 +50,8 @@ class DecodeBatch:
     value_scale: Tensor | None  # [n, S]
     log_remainder: Tensor | None  # [n]
     blocks: Tensor  # [n, K] KV-cache blocks of each request; K blocks for the longest
-    self_mask: Tensor  # [n, K, 1, 1, C] float32, 0 up to each request's own length, -inf beyond
+    # [n, K, 1, 1, C] float32, 0 up to each request's own length, -inf beyond; C is the longest one's if K is 1
+    self_mask: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +94,10 @@ def _decode_batch(step: ScheduledStep, decodes: list[ActingRows]) -> DecodeBatch
     rows, requests = [each.first for each in decodes], [each.request for each in decodes]
     device = step.block_table.device
     lengths = torch.tensor([step.seq_lens[r] for r in requests], device=device)  # [n]
-    num_blocks = -(-max(step.seq_lens[r] for r in requests) // step.block_size)
-    position = torch.arange(num_blocks * step.block_size, device=device)  # [K C]
-    beyond = (position >= lengths[:, None]).view(len(rows), num_blocks, 1, 1, step.block_size)
+    longest = max(step.seq_lens[r] for r in requests)
+    num_blocks, block_size = -(-longest // step.block_size), min(longest, step.block_size)
+    position = torch.arange(num_blocks * block_size, device=device)  # [K C]
+    beyond = (position >= lengths[:, None]).view(len(rows), num_blocks, 1, 1, block_size)
     log_weight = _stack([m.log_weight for m in batch], batch, neutral=0.0)
     remainders = [m.log_remainder for m in batch]
     return DecodeBatch(

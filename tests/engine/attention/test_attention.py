@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
 from inducekv_vllm.attention.merged import cpu
 from inducekv_vllm.attention.merged.cpu_backend import InduceKVCPUImpl, probe_packed_layout
 from inducekv_vllm.attention.merged.step import ScheduledStep, plan_step
-from inducekv_vllm.attention.pool import PoolShape
+from inducekv_vllm.attention.pool import ENTRY_TOKENS, PoolShape
 from inducekv_vllm.attention.resident_bundle import ResidentBundle, kv_heads_of_rank
 from inducekv_vllm.attention.slots import ActingRows, RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
@@ -151,6 +152,13 @@ def test_decodes_with_different_numbers_of_entries_are_batched_apart() -> None:
     assert neutral.log_weight is None
     requests += [(1, 9, neutral), (8, 8, neutral)]
     assert _run_step(torch.float32, requests) < 2e-6
+
+
+def test_one_entry_of_8192_tokens_for_several_requests() -> None:
+    shape = replace(SHAPE, entries=8192 // ENTRY_TOKENS)
+    bundle = fitting_bundle(shape, 1, 8192, weighting="uniform")
+    memory = random_memory(store(poisoned_pool(shape, torch.float32), bundle), None, False, 0)
+    assert _run_step(torch.float32, [(1, 20, memory), (5, 9, memory), (1, 70, memory), (1, 3, None)]) < 2e-6
 
 
 @pytest.mark.parametrize("top_k", [None, 2])

@@ -131,6 +131,13 @@ def test_a_long_memory_is_split_and_merged(map_rows: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["merged", "decoupled"])
+def test_one_entry_of_2048_tokens(form: str) -> None:
+    """As `inducekv-bundle import` makes it: its tokens are adjacent and its terms neutral."""
+    entry = Memory(2048, form, entry_tokens=2048, adjacent=True)
+    check(make((2, 1, 16), [entry, Memory(5, form)], [1, 2, 1, 0, 1]), split=True, lse=form == "merged")
+
+
+@pytest.mark.parametrize("form", ["merged", "decoupled"])
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_weights_of_exactly_0_and_1(form: str, weight: float) -> None:
     """As `sqrt` weighting has them (key and value scales), and `prior` (log weights)."""
