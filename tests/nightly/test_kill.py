@@ -92,7 +92,7 @@ def test_what_was_acknowledged_last_is_served_again(world: World, tmp_path: Path
 
 @pytest.mark.parametrize(("victim", "seed"), [("APIServer", 2), ("Worker", 3)])
 def test_nothing_is_lost_while_versions_leave_the_pool(world: World, tmp_path: Path, victim: str, seed: int) -> None:
-    """Twelve names, found by a resolver or loaded, and room in the pool for few. Afterwards each has its own version."""
+    """Twelve names, found by a resolver or loaded, and room in the pool for few."""
     found, state, log = tmp_path / "found", tmp_path / "state", tmp_path / "first.log"
     found.mkdir()
     bundles = {f"n{n}": remade(world.bundles["other"], settings={"number": n}) for n in range(12)}
