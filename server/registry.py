@@ -375,7 +375,7 @@ class BundleRegistry:
         try:
             await self._bring(name, digest)
         except RetryableRequestError:
-            if self._resolving is None or not self._resolving.look_again(name):
+            if self._resolving is None or not await self._resolving.look_again(name):
                 raise
             await self._bring(name, digest)
 

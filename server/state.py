@@ -460,10 +460,10 @@ class ServerState:
             _drop_unused(rows, before)
             return _unnamed(rows, served)
 
-    def tag(self, name: str, tag: str) -> None:
-        """A resolver has found the same content for a name again."""
+    def forget_tag(self, name: str) -> None:
+        """What a resolver has found for a name cannot be read any more: it is another file to whoever looks again."""
         with self._transaction(durable=False) as rows:
-            rows.execute("UPDATE tags SET tag = ? WHERE name = ?", (tag, name))
+            rows.execute("UPDATE tags SET tag = '' WHERE name = ?", (name,))
 
     def warm(self, digest: str, resident_bytes: int) -> None:
         """A version that a name stands for is resident again."""
