@@ -55,6 +55,11 @@ POOL_USED_BYTES = Gauge(
     "Bytes of the pool of one rank that loaded and draining versions take.",
     multiprocess_mode="mostrecent",
 )
+POOL_PINNED_BYTES = Gauge(
+    "inducekv:pool_pinned_bytes",
+    "Bytes of the pool of one rank that pinned names take: they do not leave it.",
+    multiprocess_mode="mostrecent",
+)
 DRAINING_VERSIONS = Gauge(
     "inducekv:draining_versions",
     "Versions without a name, kept until their last request ends.",
@@ -91,6 +96,7 @@ class Resident(Protocol):
     memory: ServedBundle
     resident_bytes: int
     is_named: bool
+    is_pinned: bool
     active: int
 
 
@@ -177,6 +183,7 @@ class RegistryMetrics:
         unnamed = [version for version in versions.values() if not version.is_named]
         if self._is_first:
             POOL_USED_BYTES.set(sum(version.resident_bytes for version in versions.values()))
+            POOL_PINNED_BYTES.set(sum(version.resident_bytes for version in versions.values() if version.is_pinned))
             DRAINING_VERSIONS.set(len(unnamed))
         DRAINING_REQUESTS.set(sum(version.active for version in unnamed))
 

@@ -103,6 +103,7 @@ class Version:
     memory: ServedBundle
     resident_bytes: int  # in the pool of one worker rank
     is_named: bool = True  # whether a name stands for it
+    is_pinned: bool = False  # whether a pinned name does
     active: int = 0  # requests of this API process
     held: int = 0  # HTTP requests of this API process that have asked for it, and not ended
 
@@ -138,7 +139,7 @@ class Names:
         snapshot = await asyncio.to_thread(self._state.snapshot, self._metrics.exported)
         for digest, found in snapshot.resident.items():
             version = self.versions.setdefault(digest, Version(found.memory, found.nbytes))
-            version.is_named = found.is_named
+            version.is_named, version.is_pinned = found.is_named, found.is_pinned
             self.recency.came(digest)
         for digest in self.versions.keys() - snapshot.resident.keys():
             if not self.versions[digest].is_used:  # otherwise it became resident since the snapshot

@@ -242,7 +242,10 @@ class BundleRegistry:
 
         Raises:
             InduceKVError: what `make` raises; or as for `load`.
+            RetryableRequestError: also if the resolver cannot say whether it has a bundle of this name.
         """
+        if self._resolving is not None:
+            await self._resolving.look(name)
         async with self._changing(change, name, who, expected_digest) as made:
             self._check_name(name, replace=True)
             served = self._names.records(name)[0] if name in self._names else None
@@ -372,7 +375,7 @@ class BundleRegistry:
         try:
             await self._bring(name, digest)
         except RetryableRequestError:
-            if self._resolving is None or not self._resolving.look_again(name):
+            if self._resolving is None or not await self._resolving.look_again(name):
                 raise
             await self._bring(name, digest)
 

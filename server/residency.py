@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from vllm.engine.protocol import EngineClient
@@ -72,7 +73,7 @@ class Residency:
         while (end := self._names.hold(self._names.served(name))) is None:
             if name not in self._coming:
                 self._coming[name] = self._in_background(self._warm(name))
-                self._coming[name].add_done_callback(lambda _: self._coming.pop(name))
+                self._coming[name].add_done_callback(partial(self._has_come, name))
             with COLD_SECONDS.time():
                 await self._arrival(name)
         turn = TURN.get()
@@ -80,6 +81,11 @@ class Residency:
             end()
         else:
             turn.callback(end)
+
+    def _has_come(self, name: str, load: asyncio.Task[None]) -> None:
+        del self._coming[name]
+        if not load.cancelled():
+            load.exception()  # those who wait get it; if nobody does any more, the log has it already
 
     async def _arrival(self, name: str) -> None:
         limit = min(WAIT_S, self._config.load_timeout_s)

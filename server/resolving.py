@@ -83,13 +83,14 @@ class Resolving:
         if name in self._failed and self._state.served(name) is None:
             raise RetryableRequestError(f"memory bundle {name!r:.200} {self._failed[name]}; please retry later")
 
-    def look_again(self, name: str) -> bool:
-        """Forget what is known of the file of a name, which cannot be read; False for a name that was not found."""
+    async def look_again(self, name: str) -> bool:
+        """`look`, at a name whose file cannot be read, as if nothing were known of it; False if it was not found."""
         served = self._state.served(name)
         if served is None or served.tag is None:
             return False
+        await asyncio.to_thread(self._state.forget_tag, name)
         self._fresh.pop(name, None)
-        self._state.tag(name, "")
+        await self.look(name)
         return True
 
     async def _look(self, name: str) -> None:

@@ -81,6 +81,9 @@ DROP_UNUSED: Final = (
     "AND NOT EXISTS (SELECT * FROM versions WHERE digest = ?1)",
     "DELETE FROM traces WHERE digest = ?1 AND NOT EXISTS (SELECT * FROM contents WHERE digest = ?1)",
 )
+IS_PINNED: Final = (
+    "EXISTS (SELECT * FROM versions JOIN pins USING (name) WHERE versions.digest = contents.digest AND served)"
+)
 RECORD: Final = "name, digest, parent, loaded_at, by, source"
 MEMORY: Final = "SELECT digest, metadata, path, file_bytes FROM contents WHERE digest = ?"
 IS_NAMED: Final = "EXISTS (SELECT * FROM versions WHERE versions.digest = contents.digest AND served)"
@@ -125,6 +128,7 @@ class Resident:
     memory: ServedBundle
     nbytes: int  # in the pool of one rank
     is_named: bool  # whether a name stands for it
+    is_pinned: bool  # whether a pinned name does
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,8 @@ class ServerState:
             self._reading.execute("BEGIN")
             try:
                 rows = self._reading.execute(
-                    f"SELECT digest, resident_bytes, {IS_NAMED} FROM contents WHERE resident_bytes IS NOT NULL"
+                    f"SELECT digest, resident_bytes, {IS_NAMED}, {IS_PINNED} FROM contents "
+                    "WHERE resident_bytes IS NOT NULL"
                 ).fetchall()
                 new = [
                     self._reading.execute(MEMORY, row[:1]).fetchone() for row in rows if row[0] not in self._memories
@@ -292,7 +297,10 @@ class ServerState:
                 self._reading.execute("COMMIT")
         known = {**self._memories, **{digest: _memory(*of_it) for digest, *of_it in new}}
         self._memories = {digest: known[digest] for digest, *_ in rows}
-        resident = {digest: Resident(known[digest], nbytes, bool(is_named)) for digest, nbytes, is_named in rows}
+        resident = {
+            digest: Resident(known[digest], nbytes, bool(is_named), bool(is_pinned))
+            for digest, nbytes, is_named, is_pinned in rows
+        }
         return Snapshot(resident, dict(served))
 
     def served(self, name: str) -> Served | None:
@@ -342,10 +350,7 @@ class ServerState:
 
     def evictable(self) -> set[str]:
         """The resident versions that may leave the pool: no pinned name stands for them."""
-        rows = self._read(
-            "SELECT digest FROM contents WHERE resident_bytes IS NOT NULL AND digest NOT IN "
-            "(SELECT digest FROM versions JOIN pins USING (name) WHERE served)"
-        )
+        rows = self._read(f"SELECT digest FROM contents WHERE resident_bytes IS NOT NULL AND NOT {IS_PINNED}")
         return {digest for (digest,) in rows}
 
     def records(self, name: str) -> tuple[VersionRecord, ...]:
@@ -455,10 +460,10 @@ class ServerState:
             _drop_unused(rows, before)
             return _unnamed(rows, served)
 
-    def tag(self, name: str, tag: str) -> None:
-        """A resolver has found the same content for a name again."""
+    def forget_tag(self, name: str) -> None:
+        """What a resolver has found for a name cannot be read any more: it is another file to whoever looks again."""
         with self._transaction(durable=False) as rows:
-            rows.execute("UPDATE tags SET tag = ? WHERE name = ?", (tag, name))
+            rows.execute("UPDATE tags SET tag = '' WHERE name = ?", (name,))
 
     def warm(self, digest: str, resident_bytes: int) -> None:
         """A version that a name stands for is resident again."""

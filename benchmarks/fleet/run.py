@@ -36,6 +36,7 @@ from .traffic import Expected, Fleet, first_tokens, request
 SERVER = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager"]
 SERVER += ["--block-size", "32", "--no-enable-prefix-caching", "--served-model-name", "base"]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # the server closes idle connections
 PROBES = 60  # warm and cold names each, that are asked one by one
 CHANGE_S = 1.0  # how often a bundle is published again
 
@@ -74,7 +75,7 @@ def main() -> int:
 
 async def ask_alone(url: str, members: list[Member], expected: Expected) -> None:
     """What each member answers when nobody asks for anything else."""
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
         for member in members:
             answer = member.answer
             if answer is None:
@@ -91,7 +92,7 @@ async def measure(
     random.Random(1).shuffle(members)
     part = args.requests // 3
     found: dict[str, Any] = {}
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
         fleet = Fleet(client, members, expected)
 
         async def zipf(seed: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from starlette.datastructures import State
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMNotFoundError
+from vllm.exceptions import RetryableRequestError, VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
@@ -196,6 +196,25 @@ async def test_a_running_request_keeps_its_version_through_a_rollback(registered
     assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
     assert (await last(old)).kv_transfer_params["inducekv"]["digest"] == registered.digest("second")
     assert registered.digest("second") not in await registered.released()
+
+
+async def test_a_version_that_has_left_the_pool_answers_as_before_once_it_is_back(registered: Registered) -> None:
+    await registered.load("m", "other")
+    before = await last(registered.stream("m", await registered.render(seed=72)))
+    running = registered.stream("m", await registered.render(seed=73), max_tokens=50)
+    await anext(running)
+    residency = registered.registry._residency
+    async with registered.registry._changes.alone():
+        assert not await residency._make_room(1)  # a request uses it
+        await last(running)
+        assert await residency._make_room(1)
+    assert registered.digest("other") not in await registered.released()
+    with pytest.raises(RetryableRequestError, match="'m' is not in the pool at this moment"):
+        registered.stream("m", await registered.render(seed=72))
+    await registered.registry.bring("m")
+    again = await last(registered.stream("m", await registered.render(seed=72)))
+    assert again.outputs[0].token_ids == before.outputs[0].token_ids
+    assert registered.registry.shown().data[0].is_resident
 
 
 async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(

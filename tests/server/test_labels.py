@@ -1,0 +1,76 @@
+"""However many names are asked for, `/metrics` has series for few of them: the ones that are asked for the most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import generate_latest
+
+from inducekv_vllm.frontend.observation import OTHER
+from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.protocol import Decision, Untouched
+from server import metrics
+from server.metrics import RegistryMetrics
+from tests.server.registries import BUNDLES
+
+VERSION = SimpleNamespace(
+    memory=ServedBundle(BUNDLES["a"].metadata, "a.safetensors", 1),
+    resident_bytes=1,
+    is_named=True,
+    is_pinned=False,
+    active=0,
+)
+
+
+def labels() -> set[str]:
+    lines = generate_latest().decode().splitlines()
+    return {line.split('bundle="')[1].split('"')[0] for line in lines if line.startswith("inducekv:decisions_total{")}
+
+
+def requests_of(label: str) -> float:
+    lines = generate_latest().decode().splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith(f'inducekv:decisions_total{{bundle="{label}"')
+    )
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryMetrics]:
+    monkeypatch.setattr(metrics, "EXPORTED", 3)
+    monkeypatch.setattr(metrics, "COUNTED", 50)
+    made = RegistryMetrics()
+    yield made
+    made.follow({}, {})
+    assert not made.exported
+
+
+def test_names_that_are_asked_for_the_most_have_series(exported: RegistryMetrics) -> None:
+    before = labels()
+
+    def ask(name: str) -> None:
+        series = exported.of_requests(name, VERSION)
+        assert series.bundle == name
+        series.decided(Decision(Untouched()))
+
+    for number in range(100):
+        ask(f"rare-{number}")
+    assert labels() - before - {OTHER} == {f"rare-{number}" for number in range(3)}
+    others = requests_of(OTHER)
+    assert others >= 97
+    for _ in range(3):
+        ask("busy")
+    assert "busy" in labels()
+    assert len(labels() - before - {OTHER}) == 3
+    assert requests_of("busy") == 1
+    assert requests_of(OTHER) == others + 2
+
+
+def test_a_name_that_stands_for_nothing_any_more_has_no_series(exported: RegistryMetrics) -> None:
+    exported.pointed("gone", VERSION)
+    exported.pointed("kept", VERSION)
+    assert {"gone", "kept"} <= labels()
+    exported.follow({"kept": VERSION.memory.digest}, {VERSION.memory.digest: VERSION})
+    assert "gone" not in labels()
+    assert "kept" in labels()
