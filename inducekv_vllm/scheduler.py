@@ -30,6 +30,7 @@ from typing import Any
 
 from cachetools import LRUCache
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import block_pool
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -89,6 +90,8 @@ class _MemoryRequests(Scheduler):
         self.known: LRUCache[bytes, Decision] = LRUCache(config.decision_cache_entries)  # by `_identity`
         coordinator: Any = self.kv_cache_manager.coordinator
         coordinator.cache_blocks = partial(self._cache_blocks, coordinator.cache_blocks)
+        if self.enable_kv_cache_events:
+            block_pool.generate_block_hash_extra_keys = event_extra_keys  # type: ignore[attr-defined]
 
     # ---- the steps of a request, in their order ------------------------------------------------------------------
 
@@ -220,7 +223,7 @@ class _MemoryRequests(Scheduler):
         if request._block_hasher is None:  # without a hasher there is no prefix cache
             return
         hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        request._block_hasher = block_hasher(self.hash_block_size, hash_fn, key)
+        request._block_hasher = BlockHasher(self.hash_block_size, hash_fn, key)
         _, _, first_active = key
         del request.block_hashes[first_active // self.hash_block_size :]  # vLLM's
         request.update_block_hashes()
@@ -278,23 +281,39 @@ def _identity(request: Request, spec: DecideSpec) -> bytes:
     return sha.digest()
 
 
-def block_hasher(
-    block_size: int, hash_fn: Callable[[Any], bytes], key: BlockKey
-) -> Callable[[Request], list[BlockHash]]:
+@dataclass(frozen=True)
+class BlockHasher:
     """vLLM's hasher of a request's new full blocks, with the memory in the block of its first active position."""
 
-    _, _, first_active = key
+    block_size: int
+    hash_fn: Callable[[Any], bytes]
+    key: BlockKey
 
-    def hash_new_blocks(request: Request) -> list[BlockHash]:
+    def __call__(self, request: Request) -> list[BlockHash]:
         hashes: list[BlockHash] = []
-        parent = request.block_hashes[-1] if request.block_hashes else None
-        for first in range(len(request.block_hashes) * block_size, request.num_tokens - block_size + 1, block_size):
-            end = first + block_size
+        parent, size = request.block_hashes[-1] if request.block_hashes else None, self.block_size
+        for first in range(len(request.block_hashes) * size, request.num_tokens - size + 1, size):
+            end = first + size
             extra_keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
-            if first <= first_active < end:
-                extra_keys = (*(extra_keys or ()), key)
-            parent = hash_block_tokens(hash_fn, parent, request.all_token_ids[first:end], extra_keys)
+            extra_keys = self.with_memory(extra_keys, first, end)
+            parent = hash_block_tokens(self.hash_fn, parent, request.all_token_ids[first:end], extra_keys)
             hashes.append(parent)
         return hashes
 
-    return hash_new_blocks
+    def with_memory(self, extra_keys: tuple[Any, ...] | None, first: int, end: int) -> tuple[Any, ...] | None:
+        """What is hashed beside the tokens `first` to `end`."""
+        _, _, first_active = self.key
+        return (*(extra_keys or ()), self.key) if first <= first_active < end else extra_keys
+
+
+def event_extra_keys(
+    request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+) -> tuple[tuple[Any, ...] | None, int]:
+    """vLLM's `generate_block_hash_extra_keys` for its KV cache events, with the memory.
+
+    Who tells blocks by their tokens and these keys must not take one with memory for an untouched one.
+    """
+    keys, next_mm_idx = generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
+    if isinstance(hasher := request._block_hasher, BlockHasher):
+        keys = hasher.with_memory(keys, start_token_idx, end_token_idx)
+    return keys, next_mm_idx

@@ -29,7 +29,7 @@ def check_engine(config: VllmConfig) -> None:
 
     parallel, model = config.parallel_config, config.model_config
     cache_dtype = config.cache_config.cache_dtype
-    scheduler, events = config.scheduler_config.scheduler_cls, config.kv_events_config
+    scheduler = config.scheduler_config.scheduler_cls
     refusals = [
         (
             config.speculative_config is not None and config.speculative_config.method not in DRAFTS,
@@ -39,10 +39,6 @@ def check_engine(config: VllmConfig) -> None:
         (
             scheduler != SCHEDULER_CLS,
             f"the scheduler {scheduler}: it would not wait for decisions; start with --scheduler-cls {SCHEDULER_CLS}",
-        ),
-        (
-            events is not None and events.enable_kv_cache_events,
-            "KV cache events: blocks of requests with memory have other hashes than their tokens",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: only the last stage has the query key"),
         (

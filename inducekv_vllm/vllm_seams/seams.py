@@ -23,6 +23,9 @@ SEAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": ("scheduler_output",),
     "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": ("request", "timestamp", "drop_stale_output"),
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": ("request", "num_computed_tokens"),
+    "vllm.v1.core.block_pool:generate_block_hash_extra_keys": (
+        *("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+    ),
     "vllm.v1.request:Request.get_skip_reading_prefix_cache": (),
     "vllm.v1.request:Request.update_block_hashes": (),
     "vllm.v1.worker.gpu_worker:Worker.load_model": (),
@@ -51,8 +54,8 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
         *("num_prompt_tokens", "skip_reading_prefix_cache", "spec_token_ids", "status"),
     ),
     "vllm.v1.core.sched.scheduler:Scheduler": (
-        *("encoder_cache_mismatch_reqs", "hash_block_size", "kv_cache_config", "kv_cache_manager", "requests"),
-        *("running", "vllm_config"),
+        *("enable_kv_cache_events", "encoder_cache_mismatch_reqs", "hash_block_size", "kv_cache_config"),
+        *("kv_cache_manager", "requests", "running", "vllm_config"),
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         *("finished_req_ids", "num_scheduled_tokens", "preempted_req_ids", "scheduled_cached_reqs"),

@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import zmq
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.inputs import TokensPrompt
 
 from inducekv_vllm.bundle import Bundle, write_bundle
@@ -22,6 +26,8 @@ from server.demo import CHECKPOINT
 from tests.bundles import remade
 from tests.engine.parity import FEWER_PROCESSES, TOLERANCE, World, engine, greedy, make_world, served_logprobs
 from tests.reference import reference_logprobs
+
+EVENTS = "inproc://kv-events"
 
 
 def late(merged: Bundle, activation: str, scale: float) -> Bundle:
@@ -75,6 +81,7 @@ class Turns:
 @pytest.fixture(scope="module", params=[32, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128))])
 def turns(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Turns]:
     options = {"enforce_eager": True, "block_size": request.param, "max_model_len": 640, "num_gpu_blocks_override": 60}
+    options |= {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, endpoint=EVENTS)}
     with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:
         yield Turns(world, MemoryLLM(llm), tmp_path_factory.mktemp("bundles"))
 
@@ -132,3 +139,63 @@ def test_the_untouched_turn_is_shared(turns: Turns, request: pytest.FixtureReque
     for again in (None, memory):  # its untouched part is everybody's
         (answer,) = turns.ask([second], [again])
         assert answer.output.num_cached_tokens == (len(second) - 1) // block * block
+
+
+class Router:
+    """What a router knows of the cache: it hears vLLM's events, and tells blocks by their tokens and extra keys."""
+
+    def __init__(self) -> None:
+        self.names: dict[tuple[Any, ...], Any] = {}  # hashes
+        self.cached: set[Any] = set()
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(EVENTS)
+        self._socket.subscribe("")
+
+    def hear(self) -> None:
+        while self._socket.poll(500):
+            _, _, packed = self._socket.recv_multipart()
+            for event in msgspec.msgpack.decode(packed, type=KVEventBatch).events:
+                if isinstance(event, BlockStored):
+                    self._store(event)
+                else:
+                    assert isinstance(event, BlockRemoved)
+                    self.cached -= set(event.block_hashes)
+
+    def _store(self, event: BlockStored) -> None:
+        parent, size = event.parent_block_hash, event.block_size
+        for number, found in enumerate(event.block_hashes):
+            extra = event.extra_keys[number] if event.extra_keys else None
+            name = (parent, *event.token_ids[number * size : (number + 1) * size], repr(extra))
+            assert self.names.setdefault(name, found) == found  # two memories' blocks are never taken for one
+            self.cached.add(found)
+            parent = found
+
+    def cached_tokens(self, prompt: list[int], size: int) -> int:
+        """How many tokens of a prompt without memory are cached."""
+        parent = None
+        for first in range(0, len(prompt) - size + 1, size):
+            parent = self.names.get((parent, *prompt[first : first + size], repr(None)))
+            if parent not in self.cached:
+                return first
+        return len(prompt) // size * size
+
+
+def test_events_tell_a_router_which_blocks_are_untouched(turns: Turns) -> None:
+    block = turns.offline.llm.llm_engine.vllm_config.cache_config.block_size
+    router, prompt = Router(), text(6, 290)
+    before_last = (len(prompt) - 1) // block * block
+    kinds = {
+        activation: (bundle, turns.load(bundle, f"heard-{activation}.safetensors"))
+        for activation in ("prompt", "generation")
+        for bundle in [late(turns.world.merged["prior"], activation, 4.0)]
+    }
+    for activation, untouched in (("prompt", 0), ("generation", before_last)):
+        turns.ask([prompt], [kinds[activation]], max_tokens=100)
+        router.hear()
+        assert router.cached_tokens(prompt, block) == untouched
+    (answer,) = turns.ask([prompt], [None], max_tokens=100)
+    assert answer.output.num_cached_tokens == before_last
+    turns.ask([text(seed, 600) for seed in (7, 8, 9, 10)], [None] * 4)  # they need its blocks
+    router.hear()
+    (answer,) = turns.ask([prompt], [None])
+    assert answer.output.num_cached_tokens == router.cached_tokens(prompt, block) < before_last

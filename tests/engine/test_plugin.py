@@ -127,7 +127,7 @@ def _engine(**changes: Any) -> Any:
     model |= {"hf_text_config": SimpleNamespace()}
     top = {"speculative_config": None, "kv_transfer_config": None, "ec_transfer_config": None}
     top |= {"mamba_cache_mode": "none"}
-    top |= {"kv_sharing_fast_prefill": False, "scheduler_cls": SCHEDULER_CLS, "kv_events_config": None}
+    top |= {"kv_sharing_fast_prefill": False, "scheduler_cls": SCHEDULER_CLS}
     engine = SimpleNamespace(**(sizes | model | top | changes))
     engine.parallel_config = engine.model_config = engine.cache_config = engine.scheduler_config = engine
     return engine
@@ -138,7 +138,6 @@ def _engine(**changes: Any) -> Any:
     [
         ({"speculative_config": SimpleNamespace(method="medusa")}, "speculative decoding by 'medusa'"),
         ({"scheduler_cls": None}, f"the scheduler None: .* --scheduler-cls {SCHEDULER_CLS}"),
-        ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "KV cache events"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism of a mixture of experts"),
         ({"ec_transfer_config": object()}, "encoder disaggregation"),
