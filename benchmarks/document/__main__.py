@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 
 from benchmarks.document.asked import HeldOut, beside, recovered
 from benchmarks.document.documents import DOCUMENTS
 from benchmarks.document.lora import lora_row
+from benchmarks.document.retrieval import retriever
 from benchmarks.machine import describe_machine
 from benchmarks.real.model import model_folder
 from inducekv_vllm.backbone.footprint import footprint_bytes
@@ -37,7 +37,6 @@ from selector.refined.candidates import best_of
 from selector.runtime.checkpoint import Checkpoint
 
 SHARES: Final = (16, 4, 64)
-RETRIEVED: Final = 2  # pieces in the prompt
 SMALL: Final[dict[str, Any]] = {"asked": 1, "clozes": 4, "continuations": 6}  # of each piece
 
 
@@ -70,15 +69,15 @@ class Compared:
         self.settings = DocumentSettings(**SMALL, form="merged", start="first", learning_rate=options.rate)
         self.pieces = pieces_of(self.backbone, document, self.settings)
         options.work.mkdir(parents=True, exist_ok=True)
-        began = time.perf_counter()
+        began = time.process_time()
         self.studied = self._studied(0)
-        self.study_seconds = self._kept("study", lambda: {"seconds": time.perf_counter() - began})["seconds"]
+        self.study_seconds = self._kept("study", lambda: {"seconds": time.process_time() - began})["seconds"]
         self.held_out = HeldOut.of(self._studied(1), self.studied, options.held_out, seed=0)
         self.training, self.validation = divided(self.studied, 0)
         self.rows: dict[str, Callable[[], dict[str, Any]]] = {
             "nothing": lambda: self.measured(self.scorer.predicted),
             "document in the prompt": lambda: self._in_prompt(lambda asked: self.document.text),
-            "retrieved pieces": lambda: self._in_prompt(self._retriever()),
+            "retrieved pieces": lambda: self._in_prompt(retriever(self.pieces)),
         }
         for start in ("first", "pooled"):
             for share in SHARES:
@@ -128,26 +127,15 @@ class Compared:
 
         return self.measured(predict) | {"mb": len(self.document.text.encode()) / 1e6}
 
-    def _retriever(self) -> Callable[[str], str]:
-        vectorizer = TfidfVectorizer(sublinear_tf=True)
-        index = vectorizer.fit_transform(self.pieces)
-
-        def text_for(asked: str) -> str:
-            scores = (index @ vectorizer.transform([asked]).T).toarray()[:, 0]
-            best = sorted(scores.argsort()[::-1][:RETRIEVED])
-            return "\n\n".join(self.pieces[at] for at in best)
-
-        return text_for
-
     def _memory(self, share: int, start: str, steps: int) -> dict[str, Any]:
         tokens = len(self.token_ids) // share
         settings = DocumentSettings(**(self.settings.model_dump() | {"tokens": tokens, "steps": steps, "start": start}))
         checkpoint, _ = Checkpoint.open(self.options.work / f"memory-{share}-{start}-{steps}", settings.model_dump())
-        began = time.perf_counter()
+        began = time.process_time()
         with tiled_attention(self.backbone):
             begun = candidates(self.backbone, self.token_ids, self.training, self.validation, settings)
             memory: TensorMemory = best_of(begun, checkpoint, progress=steps > 0).memory
-            seconds = time.perf_counter() - began
+            seconds = time.process_time() - began
 
             def predict(examples: Sequence[Any]) -> list[Tensor]:
                 terms = questions_of(examples, memory).terms(memory, slice(None), None)

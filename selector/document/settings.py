@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from inducekv_vllm.bundle.metadata import Size
+from inducekv_vllm.retrieval.entry_terms import Form
 
 from ..gate.settings import GateKind, Misses
 from ..refined.settings import FactsChoice, Precision, usual_precision
@@ -14,7 +15,9 @@ from ..runtime.settings import Flag, Seed, Settings
 
 DOCUMENT: Final = "document"
 SHARE: Final = 16  # tokens of the document for one of the memory, unless it is said
-Start = Literal["first", "pooled"]
+Start = Literal["first", "pooled"]  # see `start.initial_memory`
+STARTS: Final[tuple[Start, ...]] = ("first", "pooled")
+FORMS: Final[tuple[Form, ...]] = ("merged", "decoupled")
 
 
 class DocumentSettings(Settings):

@@ -21,8 +21,8 @@ from ..backbone.extraction import pooling_matrices
 from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone, pool_retrieval_keys
 from ..update.parametrization import INITIAL_TEMPERATURE
+from .settings import Start
 
-Start = Literal["first", "pooled"]
 WEIGHTINGS: Final[Mapping[Form, Literal["prior", "uniform"]]] = {"merged": "prior", "decoupled": "uniform"}
 
 

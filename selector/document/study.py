@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from inducekv_vllm.backbone.turns import message
 from inducekv_vllm.bundle.source import source_digest_of
@@ -173,7 +174,8 @@ def _example(text: str, answer: str, task: str, identity: str) -> Example:
 def _write(checkpoint: Checkpoint | None, name: str, studied: Sequence[Studied]) -> None:
     if checkpoint is None:
         return
-    tensors, rows = {}, []
+    tensors: dict[str, Tensor] = {}
+    rows = []
     for row, each in enumerate(studied):
         tensors |= {f"{row}.token_ids": each.lesson.token_ids, f"{row}.logprobs": each.lesson.logprobs}
         text = each.example.messages[0]["content"][0]["text"]

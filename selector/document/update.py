@@ -36,7 +36,8 @@ from ..update.facts import with_facts_that_help
 from ..update.inputs import TaskInputs, require_context
 from ..update.result import UpdateResult
 from .chunks import chunks_of
-from .settings import DOCUMENT, SHARE, DocumentSettings
+from .language import warn_of_strange_language
+from .settings import DOCUMENT, FORMS, SHARE, STARTS, DocumentSettings
 from .start import WEIGHTINGS, initial_memory
 from .study import Studied, self_study
 from .teacher import Distilling
@@ -72,6 +73,7 @@ def update_document(
     phases = Phases(checkpoint)
     with phases.phase("check"):
         token_ids = tokens_of(backbone, document)
+        warn_of_strange_language(backbone, token_ids, document.name)
         check_previous(backbone, inputs.previous, settings)
         outside = (*inputs.base, *inputs.background, *inputs.near_misses)
         require_context(Scorer(backbone), outside, progress)
@@ -223,7 +225,7 @@ def starts(
         return [(f"{previous.metadata.form}, previous", TensorMemory.from_bundle(previous))]
     tokens = tokens_of_memory(len(token_ids), settings)
     context = Scorer(backbone).context
-    forms = ("merged", "decoupled") if settings.form == "search" else (settings.form,)
+    forms = FORMS if settings.form == "search" else (settings.form,)
     found = []
     for form in forms:
         if form == "merged":
@@ -233,7 +235,7 @@ def starts(
                 if settings.form == "merged":
                     raise
                 continue
-        for start in ("first", "pooled") if settings.start == "search" else (settings.start,):
+        for start in STARTS if settings.start == "search" else (settings.start,):
             memory = initial_memory(backbone, token_ids[:context], tokens, form, start)
             found.append((f"{form}, {start}", memory))
     return found

@@ -45,6 +45,7 @@ LAYERS = {
         ("gate",),
         ("update",),
         ("paper", "refined"),
+        ("document",),
         ("recipes",),
         ("run",),
         ("api",),

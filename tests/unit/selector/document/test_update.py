@@ -18,6 +18,7 @@ from selector.backbone.generation import score
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.cli.select import main
+from selector.document.language import nats_per_byte, warn_of_strange_language
 from selector.document.start import initial_memory
 from selector.document.teacher import Lesson
 from selector.runtime.checkpoint import Checkpoint
@@ -36,13 +37,14 @@ FEW: dict[str, Any] = {"steps": 12, "asked": 1, "clozes": 2, "continuations": 2,
 FEW |= {"learning_rate": 0.1, "precision": "float32", "chunk_tokens": 64, "form": "merged", "start": "first"}
 
 
+def llama_config(**numbers: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, **numbers)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    def config(**numbers: Any) -> LlamaConfig:
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-        return LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, **numbers)
-
-    return save_tiny_text_model(tmp_path_factory.mktemp("model") / "llama", config)
+    return save_tiny_text_model(tmp_path_factory.mktemp("model") / "llama", llama_config)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,16 @@ def test_a_document_that_is_no_document_is_refused(llama: Backbone) -> None:
         selector.teach_document(llama, selector.Document("one", "Tea is served at four."), **FEW)
     with pytest.raises(ConfigError, match="tokens, found tokens 9999"):
         selector.teach_document(llama, selector.Document("valves", TEXT), **(FEW | {"tokens": 9999}))
+
+
+def test_a_language_that_the_model_reads_badly_is_warned_of(llama: Backbone) -> None:
+    """A model of random numbers speaks none: nats a byte are transformers' own loss."""
+    ids = llama.tokenizer(TEXT, add_special_tokens=False, return_tensors="pt")["input_ids"][:, :256]
+    loss = llama.model(input_ids=ids, labels=ids).loss.double() * (ids.shape[1] - 1)
+    expected = float(loss) / len(llama.tokenizer.decode(ids[0, 1:]).encode())
+    assert nats_per_byte(llama, ids[0]) == pytest.approx(expected, abs=1e-4)
+    with pytest.warns(selector.TaskDataWarning, match="valves: the model reads this document badly"):
+        warn_of_strange_language(llama, ids[0], "valves")
 
 
 def test_minutes_limit_the_steps(llama: Backbone, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
