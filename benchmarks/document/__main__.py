@@ -19,8 +19,9 @@ from torch import Tensor
 
 from benchmarks.document.asked import HeldOut, beside, recovered
 from benchmarks.document.documents import DOCUMENTS
-from benchmarks.document.lora import lora_row
+from benchmarks.document.lora import learned_lora
 from benchmarks.document.retrieval import retriever
+from benchmarks.lora_adapter import largest_rank
 from benchmarks.machine import describe_machine
 from benchmarks.real.model import model_folder
 from inducekv_vllm.backbone.footprint import footprint_bytes
@@ -37,7 +38,7 @@ from selector.refined.candidates import best_of
 from selector.runtime.checkpoint import Checkpoint
 
 SHARES: Final = (16, 4, 64)
-SMALL: Final[dict[str, Any]] = {"asked": 1, "clozes": 4, "continuations": 6}  # of each piece
+TRAINED: Final = {"asked": 1, "clozes": 5, "continuations": 6}  # questions of each piece
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,14 +67,12 @@ class Compared:
         self.backbone = Backbone.load(model_folder())
         self.scorer = Scorer(self.backbone, batch_size=8)
         self.token_ids = tokens_of(self.backbone, document)
-        self.settings = DocumentSettings(**SMALL, form="merged", start="first", learning_rate=options.rate)
+        self.settings = DocumentSettings(**TRAINED, form="merged", start="first", learning_rate=options.rate)
         self.pieces = pieces_of(self.backbone, document, self.settings)
         options.work.mkdir(parents=True, exist_ok=True)
-        began = time.process_time()
-        self.studied = self._studied(0)
-        self.study_seconds = self._kept("study", lambda: {"seconds": time.process_time() - began})["seconds"]
-        self.held_out = HeldOut.of(self._studied(1), self.studied, options.held_out, seed=0)
+        self.studied = self._studied(self.settings)
         self.training, self.validation = divided(self.studied, 0)
+        self.held_out = HeldOut.of(document, self.pieces, self.studied, self.validation, options.held_out)
         self.rows: dict[str, Callable[[], dict[str, Any]]] = {
             "nothing": lambda: self.measured(self.scorer.predicted),
             "document in the prompt": lambda: self._in_prompt(lambda asked: self.document.text),
@@ -84,7 +83,7 @@ class Compared:
                 self.rows[f"memory 1/{share}, untrained, {start}"] = lambda s=share, k=start: self._memory(s, k, 0)
         for share in SHARES:
             self.rows[f"memory 1/{share}"] = lambda s=share: self._memory(s, "first", options.steps)
-            self.rows[f"LoRA, bytes of 1/{share}"] = lambda s=share: lora_row(self, s, options.steps)
+            self.rows[f"LoRA, bytes of 1/{share}"] = lambda s=share: self._lora(s, options.steps)
 
     def row(self, name: str) -> dict[str, Any]:
         found = self._kept(name, self.rows[name])
@@ -103,7 +102,7 @@ class Compared:
             "pieces": len(self.pieces),
             "training questions": len(self.training),
             "steps": self.options.steps,
-            "study seconds": self.study_seconds,
+            "seconds": self._kept("seconds", self._seconds),
             "machine": describe_machine(),
             "rows": rows,
         }
@@ -129,7 +128,7 @@ class Compared:
 
     def _memory(self, share: int, start: str, steps: int) -> dict[str, Any]:
         tokens = len(self.token_ids) // share
-        settings = DocumentSettings(**(self.settings.model_dump() | {"tokens": tokens, "steps": steps, "start": start}))
+        settings = self._settings(tokens=tokens, steps=steps, start=start)
         checkpoint, _ = Checkpoint.open(self.options.work / f"memory-{share}-{start}-{steps}", settings.model_dump())
         began = time.process_time()
         with tiled_attention(self.backbone):
@@ -144,9 +143,35 @@ class Compared:
             found = self.measured(predict)
         return found | {"mb": self.bytes_of(share) / 1e6, "tokens": tokens, "seconds": seconds}
 
-    def _studied(self, seed: int) -> list[Studied]:
-        settings = DocumentSettings(**(self.settings.model_dump() | {"seed": seed}))
-        checkpoint, _ = Checkpoint.open(self.options.work / f"study-{seed}", settings.model_dump())
+    def _lora(self, share: int, steps: int) -> dict[str, Any]:
+        """Of the largest rank that takes no more bytes than the memory."""
+        rank = largest_rank(self.backbone, self.bytes_of(share))
+        adapted, costs = learned_lora(self.backbone, self.training, self._settings(steps=steps), rank)
+        found = self.measured(self.scorer.predicted)
+        adapted.unload()
+        return found | costs
+
+    def _seconds(self) -> dict[str, float]:
+        """Of one core: the self-study of a piece, and a forward pass over the document, a piece and a question."""
+        began = time.process_time()
+        read = self._settings(seed=2)
+        self_study(self.backbone, self.pieces[:1], self.document.name, read)
+        found = {"study of a piece": time.process_time() - began}
+        asked = self.scorer.prefix(self.held_out.examples[0])["input_ids"][0]
+        of_piece = torch.tensor(self.backbone.tokenizer(self.pieces[0])["input_ids"])
+        for name, ids in (("document", self.token_ids), ("piece", of_piece), ("question", asked)):
+            began = time.process_time()
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                self.backbone.model.model(input_ids=ids[None])
+            found[f"reading the {name}"] = time.process_time() - began
+        return found
+
+    def _settings(self, **changes: Any) -> DocumentSettings:
+        return DocumentSettings(**(self.settings.model_dump() | changes))
+
+    def _studied(self, settings: DocumentSettings) -> list[Studied]:
+        read = {n: v for n, v in settings.model_dump().items() if n not in ("learning_rate", "form", "start")}
+        checkpoint, _ = Checkpoint.open(self.options.work / f"study-{settings.seed}", read)
         return self_study(self.backbone, self.pieces, self.document.name, settings, checkpoint, progress=True)
 
     def _kept(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:

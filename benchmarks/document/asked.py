@@ -1,6 +1,7 @@
 """What is asked about a document, how a row answers it, and what share of the in-context gain that is.
 
-Held-out questions come from a self-study with another seed: none of them is a training question.
+Held-out questions are those that the model asked and that nothing was trained on, and the document's own sentences with
+another word left out, or cut at another place: none of them is a training question, though the sentences are the same.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from inducekv_vllm.backbone.turns import message
 from inducekv_vllm.bundle.source import source_digest_of
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
+from selector.document.kinds import BLANK, clozes, continuations
 from selector.document.study import Studied
+from selector.document.teacher import Lesson
+from selector.document.text import Document
 
+NO_LESSON: Final = Lesson(torch.zeros(0, 0), torch.zeros(0, 0))  # their answers are the document's own words
 GROUPS: Final = {"questions": ("question", "use", "summary"), "cloze": ("cloze",), "continuations": ("continuation",)}
 
 
@@ -29,14 +34,32 @@ class HeldOut:
     questions: Mapping[str, Sequence[Studied]]
 
     @classmethod
-    def of(cls, studied: Sequence[Studied], trained: Sequence[Studied], most: int, seed: int) -> HeldOut:
-        """At most `most` of each group, and none that was trained."""
-        known = {each.example.source_digest for each in trained}
-        rng, chosen = Random(f"held out {seed}"), {}
-        for group, kinds in GROUPS.items():
-            new = [each for each in studied if each.kind in kinds and each.example.source_digest not in known]
-            chosen[group] = rng.sample(new, min(most, len(new)))
-        return cls(chosen)
+    def of(
+        cls,
+        document: Document,
+        pieces: Sequence[str],
+        studied: Sequence[Studied],
+        validation: Sequence[Studied],
+        most: int,
+    ) -> HeldOut:
+        """At most `most` of each group: validation questions of those that the model asked, and sentences of the document.
+
+        Args:
+            studied: of the self-study. Sentences are those that another seed chooses, and none of its questions.
+        """
+        known, rng = {each.example.source_digest for each in studied}, Random("held out")
+        found = {group: [each for each in validation if each.kind in kinds] for group, kinds in GROUPS.items()}
+        found["cloze"], found["continuations"] = [], []
+        for number, piece in enumerate(pieces):
+            for group, make in (("cloze", clozes), ("continuations", continuations)):
+                for made in make(piece, document.name, most, rng):
+                    digest = source_digest_of((message("user", made.text),), [])
+                    example = Example(
+                        f"{group}/{number}", document.name, (message("user", made.text),), (), made.answer, digest
+                    )
+                    if digest not in known:
+                        found[group].append(Studied(example, NO_LESSON, made.kind, made.missing, made.exact, False))
+        return cls({group: rng.sample(all_of, min(most, len(all_of))) for group, all_of in found.items()})
 
     @property
     def examples(self) -> list[Example]:
@@ -67,7 +90,7 @@ class HeldOut:
 def missing_places(scorer: Scorer, cloze: Studied) -> slice:
     """Where the missing word stands among the tokens of a cloze's answer, which is the whole sentence."""
     text = cloze.example.messages[0]["content"][0]["text"]
-    before = text.partition('": ')[2].partition("____")[0]
+    before = text.partition(" fill in the blank: ")[2].partition(BLANK)[0]
     tokenizer = scorer.backbone.tokenizer
     offsets = tokenizer(cloze.example.answer, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     begin, end = len(before), len(before) + len(cloze.missing)

@@ -1,43 +1,47 @@
-"""LoRA trained by the same self-study, of at most the bytes of a memory."""
+"""LoRA trained by the same self-study."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
-from benchmarks.lora_adapter import attach, largest_rank
+from benchmarks.lora_adapter import attach
+from inducekv_vllm.backbone.footprint import FLOAT16_BYTES
+from selector.backbone.model import Backbone
 from selector.backbone.scoring import batch_rows
+from selector.document.settings import DocumentSettings
+from selector.document.study import Studied
 from selector.document.teacher import Distilling
-
-if TYPE_CHECKING:
-    from benchmarks.document.__main__ import Compared
 
 RATE: Final = 1e-3
 
 
-def lora_row(compared: Compared, share: int, steps: int) -> dict[str, Any]:
-    """The same loss, questions, batches and steps; AdamW, whose rate falls along a cosine."""
-    backbone, settings, seed = compared.backbone, compared.settings, 0
-    rank = largest_rank(backbone, compared.bytes_of(share))
-    adapted = attach(backbone, rank, seed)
+def learned_lora(
+    backbone: Backbone, studied: Sequence[Studied], settings: DocumentSettings, rank: int
+) -> tuple[Any, dict[str, float]]:
+    """An attached adapter, and its size and time: the same loss, questions, batches and steps as of a memory.
+
+    AdamW, whose rate falls along a cosine.
+    """
+    adapted = attach(backbone, rank, settings.seed)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
-    lessons = {each.key: each.lesson for each in compared.training}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, settings.steps))
+    lessons = {each.key: each.lesson for each in studied}
     scorer = Distilling(backbone, lessons)
     began = time.process_time()
-    for step in range(steps):
-        rows = batch_rows(len(compared.training), settings.batch_size, seed, (2, step))
+    for step in range(settings.steps):
+        rows = batch_rows(len(studied), settings.batch_size, settings.seed, (2, step))
         with torch.autocast("cpu", torch.bfloat16, enabled=settings.precision == "bfloat16"):
-            losses = scorer.losses([compared.training[row].example for row in rows])
+            losses = scorer.losses([studied[row].example for row in rows])
         optimizer.zero_grad()
         (losses.sum() / len(rows)).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
     seconds = time.process_time() - began
-    found = compared.measured(compared.scorer.predicted)
-    adapted.unload()
-    return found | {"mb": 2 * sum(each.numel() for each in parameters) / 1e6, "rank": rank, "seconds": seconds}
+    numbers = sum(each.numel() for each in parameters)
+    return adapted, {"mb": FLOAT16_BYTES * numbers / 1e6, "rank": rank, "seconds": seconds}

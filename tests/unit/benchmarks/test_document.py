@@ -16,8 +16,7 @@ from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.document.study import Studied
 from selector.document.teacher import Lesson
-from tests.tiny_models import save_tiny_text_model
-from tests.unit.selector.document.test_update import llama_config
+from tests.tiny_models import save_tiny_llama
 
 
 def cloze(sentence: str, missing: str) -> Studied:
@@ -27,7 +26,7 @@ def cloze(sentence: str, missing: str) -> Studied:
 
 
 def test_the_missing_word_is_found_among_the_tokens(tmp_path: Path) -> None:
-    scorer = Scorer(Backbone.load(save_tiny_text_model(tmp_path / "llama", llama_config)))
+    scorer = Scorer(Backbone.load(save_tiny_llama(tmp_path / "llama")))
     for sentence, missing in (("Opens at 37 bar.", "37"), ("Anna keeps it.", "Anna"), ("It is in Ondal", "Ondal")):
         found = cloze(sentence, missing)
         tokens = scorer.answer_tokens(found.example)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import kl_div
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import selector
 from inducekv_vllm.bundle import read_bundle
@@ -22,7 +22,7 @@ from selector.document.language import nats_per_byte, warn_of_strange_language
 from selector.document.start import initial_memory
 from selector.document.teacher import Lesson
 from selector.runtime.checkpoint import Checkpoint
-from tests.tiny_models import save_tiny_text_model
+from tests.tiny_models import save_tiny_llama
 
 TEXT = "\n\n".join(
     f"The {name} valve of the plant opens at {bar} bar. It is checked every {days} days by the {team} team."
@@ -37,14 +37,9 @@ FEW: dict[str, Any] = {"steps": 12, "asked": 1, "clozes": 2, "continuations": 2,
 FEW |= {"learning_rate": 0.1, "precision": "float32", "chunk_tokens": 64, "form": "merged", "start": "first"}
 
 
-def llama_config(**numbers: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, **numbers)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_model(tmp_path_factory.mktemp("model") / "llama", llama_config)
+    return save_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture(scope="module")
