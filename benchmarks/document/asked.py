@@ -42,7 +42,7 @@ class HeldOut:
         validation: Sequence[Studied],
         most: int,
     ) -> HeldOut:
-        """At most `most` of each group: validation questions of those that the model asked, and sentences of the document.
+        """At most `most` of each group: validation questions that the model asked, and the document's sentences.
 
         Args:
             studied: of the self-study. Sentences are those that another seed chooses, and none of its questions.
