@@ -1,6 +1,7 @@
 """The offline side of InduceKV: task data, extraction from a frozen backbone, injection in transformers, selection.
 
-`teach` and `evaluate` are its Python interface (`selector.api`), and `Server` a running server (`selector.client`).
+`teach`, `teach_document` and `evaluate` are its Python interface (`selector.api`), and `Server` a running server
+(`selector.client`).
 """
 
 from __future__ import annotations
@@ -8,19 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Accuracy, Callback, Columns, TaskDataWarning, Taught, evaluate, teach
+    from .api import Accuracy, Callback, Columns, Document, TaskDataWarning, Taught, evaluate, teach, teach_document
     from .client import Server, ServerError
 
 __all__ = [
     "Accuracy",
     "Callback",
     "Columns",
+    "Document",
     "Server",
     "ServerError",
     "TaskDataWarning",
     "Taught",
     "evaluate",
     "teach",
+    "teach_document",
 ]
 
 

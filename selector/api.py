@@ -21,6 +21,9 @@ from .data.examples import Example, examples_of, read_task
 from .data.notes import TaskDataWarning
 from .data.records import BY_NAME, Columns
 from .data.rows import given_rows
+from .document.reading import read_document
+from .document.settings import DOCUMENT
+from .document.text import Document
 from .gate.background import read_background
 from .recipes import settings_after
 from .run import Anchors, TaskRequest, checked, learn
@@ -29,7 +32,19 @@ from .update.accuracy import Accuracy, accuracies_of
 from .update.result import helps
 from .update.settings import REFINED
 
-__all__ = ["Accuracy", "Callback", "Columns", "Data", "TaskDataWarning", "Taught", "evaluate", "read", "teach"]
+__all__ = [
+    "Accuracy",
+    "Callback",
+    "Columns",
+    "Data",
+    "Document",
+    "TaskDataWarning",
+    "Taught",
+    "evaluate",
+    "read",
+    "teach",
+    "teach_document",
+]
 
 Data = str | Path | Iterable[Mapping[str, Any] | Example]
 
@@ -115,6 +130,59 @@ def teach(
     return Taught(learned.bundle, learned.report, (*task_to_learn.inputs.anchors, *learned.anchors))
 
 
+def teach_document(
+    model: str | Path | Backbone,
+    document: str | Path | Document,
+    *,
+    base: Data = (),
+    background: str | Path | None = None,
+    near_misses: str | Path | None = None,
+    previous: Taught | Bundle | None = None,
+    progress: bool = False,
+    callbacks: Sequence[Callback] = (),
+    output: str | Path | None = None,
+    **settings: Any,
+) -> Taught:
+    """A bundle that knows a document: the model studies it, and one entry is trained to answer without it.
+
+    Args:
+        document: a file of text, Markdown, HTML or PDF, whose name is the title; or `selector.Document`.
+        previous: the memory of an earlier version of the document, from which the training starts.
+        output: as of `teach`; what was studied is kept beside it until the bundle is written.
+        settings: of `DocumentSettings`: tokens, minutes, steps, form, start, ...
+        base, background, near_misses, progress, callbacks: as of `teach`.
+
+    Raises:
+        TaskDataError: the document cannot be read or is too short, nothing can be asked about it, or a loss is not
+            finite.
+        ConfigError, UnsupportedModel, BundleError: as of `teach`; the previous memory is none of this document.
+    """
+    before = previous.bundle if isinstance(previous, Taught) else previous
+    device = str(model.device) if isinstance(model, Backbone) else "cpu"
+    if not isinstance(document, Document):
+        document = Document(Path(document).stem, read_document(Path(document)))
+    learned = learn(
+        checked(
+            TaskRequest(
+                load=lambda: _loaded(model),
+                examples=(),
+                validation=None,
+                settings=settings_after(before, DOCUMENT, settings, device),
+                base=read(base, columns=BY_NAME),
+                background=read_background(Path(background)) if background else (),
+                near_misses=read_background(Path(near_misses)) if near_misses else (),
+                previous=before,
+                output=None if output is None else Path(output),
+                identity=None if output is None else {"model": str(_name_of(model))},
+                document=document,
+                progress=progress,
+            )
+        ),
+        callbacks=callbacks,
+    )
+    return Taught(learned.bundle, learned.report, learned.anchors)
+
+
 def evaluate(
     model: str | Path | Backbone,
     bundle: Bundle | str | Path,
@@ -145,6 +213,10 @@ def read(data: Data, task: str | None = None, columns: Columns = BY_NAME) -> lis
         return read_task(data, columns)
     rows = list(given_rows(data))
     return examples_of(rows, Path(), columns, "task", "the rows") if rows else []
+
+
+def _name_of(model: str | Path | Backbone) -> str | Path:
+    return model.model.config.name_or_path if isinstance(model, Backbone) else model
 
 
 def _loaded(model: str | Path | Backbone) -> Backbone:

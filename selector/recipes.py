@@ -1,4 +1,4 @@
-"""The two recipes' settings, and what a memory's next task takes over from it."""
+"""The settings of the recipes, and what a memory's next task takes over from it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any, Final
 
 from inducekv_vllm.bundle import Bundle
 
+from .document.settings import DOCUMENT, DocumentSettings
 from .paper.settings import PaperSettings
 from .refined.settings import RefinedSettings
 from .update.settings import PAPER, REFINED
 
-RecipeSettings = PaperSettings | RefinedSettings
-RECIPES: Final[dict[str, type[RecipeSettings]]] = {PAPER: PaperSettings, REFINED: RefinedSettings}
+RecipeSettings = PaperSettings | RefinedSettings | DocumentSettings
+RECIPES: Final[dict[str, type[RecipeSettings]]] = {
+    PAPER: PaperSettings,
+    REFINED: RefinedSettings,
+    DOCUMENT: DocumentSettings,
+}
 DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/research/continual
 
 
@@ -28,9 +33,9 @@ def settings_after(
         ConfigError: a setting is unknown, or a value is out of range.
     """
     values = dict(given)
-    if recipe == REFINED and device != "cpu":
+    if recipe != PAPER and device != "cpu":
         values = {"precision": "bfloat16", **values}
-    if previous is not None:
+    if previous is not None and recipe != DOCUMENT:
         values = {"budget": previous.metadata.budget, **values}
         form = previous.metadata.form
         if recipe == previous.metadata.recipe == REFINED and values.get("form", form) == form:

@@ -23,9 +23,13 @@ from .data.anchors import AnchorStore, examples_digest
 from .data.choice import ANCHORS_PER_TASK, AnchorPolicy, choose_anchors
 from .data.examples import Example
 from .data.repeats import distinct
+from .document.settings import DocumentSettings
+from .document.text import Document
+from .document.update import update_document
 from .gate.fit import check_questions
+from .paper.settings import PaperSettings
 from .paper.update import grid, update_paper
-from .recipes import RecipeSettings
+from .recipes import RECIPES, RecipeSettings
 from .refined.checks import check_tasks, own_questions
 from .refined.settings import RefinedSettings
 from .refined.update import update_refined
@@ -37,7 +41,6 @@ from .runtime.progress import note
 from .update.inputs import TaskInputs, check_answers, divided
 from .update.outputs import KeptAnchors, sole_writer, write_outputs
 from .update.result import UpdateResult, helps, with_dates
-from .update.settings import PAPER, REFINED
 
 Outcome = Literal["learned", "written before", "no better"]
 
@@ -72,6 +75,7 @@ class TaskRequest:
     dates: Callable[[datetime], tuple[datetime, datetime | None]] | None = None
     # What tells the run from others, beside data and settings. None: no progress is kept.
     identity: Mapping[str, Any] | None = None
+    document: Document | None = None  # what is learned in place of examples
     progress: bool = False  # whether it is shown on standard error
 
 
@@ -104,10 +108,13 @@ def checked(request: TaskRequest) -> CheckedTask:
     if request.output is not None:
         require_output(request.output, folder_is_made=True)
     settings = request.settings
-    training, validation = divided(distinct(request.examples), request.validation, settings.seed)
+    training: Sequence[Example] = ()
+    validation: Sequence[Example] = ()
+    if request.document is None:
+        training, validation = divided(distinct(request.examples), request.validation, settings.seed)
     identity = {
         **(request.identity or {}),
-        "recipe": REFINED if isinstance(settings, RefinedSettings) else PAPER,
+        "recipe": _recipe_of(settings),
         "settings": settings.model_dump(),
         "base": examples_digest(request.base),
         "background": examples_digest(request.background),
@@ -117,16 +124,20 @@ def checked(request: TaskRequest) -> CheckedTask:
     }
     if request.near_misses:  # without, a run has the name that it had before there were any
         identity["near_misses"] = examples_digest(request.near_misses)
+    if request.document is not None:
+        identity["document"] = [request.document.name, request.document.digest]
     run = identity_digest(identity)
     anchors = _earlier_anchors(request.anchors, {example.task for example in training}, run)
     inputs = TaskInputs(
         training, validation, anchors, request.previous, request.base, request.background, request.near_misses
     )
     check_answers(inputs)
-    if isinstance(settings, RefinedSettings):
+    if request.document is not None:
+        request.document.check_previous(request.previous)
+    elif isinstance(settings, RefinedSettings):
         check_tasks(inputs, settings)
         check_questions(own_questions(inputs), inputs.background, inputs.base, near_misses=inputs.near_misses)
-    else:
+    elif isinstance(settings, PaperSettings):
         grid(inputs, settings)
     return CheckedTask(request, inputs, identity | {"anchors": examples_digest(anchors)}, run)
 
@@ -153,6 +164,10 @@ def learn(
         if checkpoint is not None and learned.outcome != "no better":
             checkpoint.remove()
     return learned
+
+
+def _recipe_of(settings: RecipeSettings) -> str:
+    return next(name for name, kind in RECIPES.items() if isinstance(settings, kind))
 
 
 def _earlier_anchors(anchors: Anchors | None, learnt: Collection[str], run: str) -> Sequence[Example]:
@@ -213,6 +228,10 @@ def _updated(
     backbone: Backbone, task: CheckedTask, checkpoint: Checkpoint | None, callbacks: Sequence[Callback]
 ) -> UpdateResult:
     inputs, settings, progress = task.inputs, task.request.settings, task.request.progress
+    document = task.request.document
+    if isinstance(settings, DocumentSettings):
+        assert document is not None
+        return update_document(backbone, document, settings, inputs, checkpoint, progress=progress, callbacks=callbacks)
     if isinstance(settings, RefinedSettings):
         return update_refined(backbone, inputs, settings, checkpoint, progress=progress, callbacks=callbacks)
     return update_paper(backbone, inputs, settings, checkpoint, progress=progress)

@@ -154,6 +154,16 @@ def save_tiny_text_model(folder: str | Path, make_config: Callable[..., Pretrain
     return Path(folder)
 
 
+def save_tiny_llama(folder: str | Path, *, seed: int = 0) -> Path:
+    """A text-only Llama, smaller than the others."""
+
+    def make_config(**numbers: Any) -> LlamaConfig:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+        return LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, **numbers)
+
+    return save_tiny_text_model(folder, make_config, seed=seed)
+
+
 TINY_MODELS: dict[str, Callable[[str | Path], Path]] = {
     "llava": save_tiny_llava,
     "llava-llama": lambda folder: save_tiny_llava(folder, k_norm=False),

@@ -149,7 +149,10 @@ class Scorer:
     def losses_of(self, examples: Sequence[Example], predicted: Sequence[Tensor]) -> Tensor:
         """`losses` from the log-probabilities that `predicted` returned."""
         logprobs = answer_tokens_logprobs(predicted, [self.answer_tokens(example) for example in examples])
-        losses = torch.stack([-tokens.sum() for tokens in logprobs])
+        return self.finite(examples, torch.stack([-tokens.sum() for tokens in logprobs]))
+
+    def finite(self, examples: Sequence[Example], losses: Tensor) -> Tensor:
+        """The losses [n] of n examples. Raises TaskDataError: one is not a finite number."""
         if not losses.isfinite().all():
             ids = [e.id for e, loss in zip(examples, losses.tolist(), strict=True) if not math.isfinite(loss)]
             raise TaskDataError(f"the loss is not a finite number for the examples {', '.join(map(repr, ids))}")

@@ -9,15 +9,27 @@ from inducekv_vllm.backbone.footprint import footprint_bytes
 
 from ..backbone.model import Backbone
 from ..backbone.scoring import Scorer
+from ..document.kinds import ASKED
+from ..document.settings import DocumentSettings
+from ..document.text import Document
+from ..document.update import pieces_of, tokens_of, tokens_of_memory
 from ..paper.settings import PaperSettings
 from ..refined.duration import in_words
 from ..refined.estimate import estimate
 from ..refined.settings import RefinedSettings
+from ..run import CheckedTask
 from ..update.inputs import TaskInputs
 
 
-def dry_run(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings | RefinedSettings, output: Path) -> None:
+def dry_run(backbone: Backbone, task: CheckedTask, output: Path) -> None:
     """Print it. Raises TaskDataError: an example is too long for the model; and as the recipe's checks do."""
+    inputs, settings, document = task.inputs, task.request.settings, task.request.document
+    if isinstance(settings, DocumentSettings):
+        assert document is not None
+        for name, text in _costs_of_document(backbone, document, settings).items():
+            print(f"{name}: {text}")
+        print(f"{output}: not written, this was a dry run")
+        return
     scorer = Scorer(backbone)
     lengths = []
     for example in (*inputs.training, *inputs.validation):
@@ -47,3 +59,18 @@ def _costs(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings | Ref
     if found.without_tails:
         costs["steps"] = "compute whole prompts: the layers without attention keep too much of an example to be stored"
     return costs
+
+
+def _costs_of_document(backbone: Backbone, document: Document, settings: DocumentSettings) -> dict[str, str]:
+    num_tokens = len(tokens_of(backbone, document))
+    m = tokens_of_memory(num_tokens, settings)
+    sizes = (backbone.hidden_size, backbone.num_layers, backbone.num_kv_heads)
+    size = footprint_bytes(1, *sizes, m, backbone.head_dim, backbone.value_dim)
+    pieces = len(pieces_of(backbone, document, settings))
+    questions = pieces * (len(ASKED) * settings.asked + bool(settings.asked) + settings.clozes + settings.continuations)
+    return {
+        "document": f"{document.name}: {num_tokens} tokens in {pieces} pieces, {questions} questions at most",
+        "memory": f"{m} tokens, {size / 1e6:.2f} MB, and a gate; the document's own keys and values would be "
+        f"{num_tokens / m:.1f} times as many",
+        "training": f"one of {settings.steps} steps finished at most; its duration is said before the first one",
+    }

@@ -1,4 +1,4 @@
-"""`inducekv-select`: after a task, write the next memory bundle.
+"""`inducekv-select`: after a task, write the next memory bundle, or the bundle of a document.
 
 Reads the task's examples, the previous bundle and the anchors of earlier tasks. Writes the next bundle, this task's
 anchors, and a report as NAME.report.json and NAME.report.html beside the bundle. A run that is killed resumes with the
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import ConfigError, InduceKVError
 
-from ..refined.settings import RefinedSettings
+from ..paper.settings import PaperSettings
 from .dates import read_date, read_date_after
 from .flags import error_line
 from .gate_questions import read_background_of
@@ -35,6 +35,7 @@ from .warned import warnings_as_lines
 if TYPE_CHECKING:
     from ..backbone.model import Backbone
     from ..data.examples import Example
+    from ..document.text import Document
     from ..recipes import RecipeSettings
     from ..run import Learned, TaskRequest
 
@@ -64,10 +65,10 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     previous = read_bundle(options.previous) if options.previous else None
     recipe = choose_recipe(options, previous)
     settings = recipe_settings(recipe, options, values, previous)
-    if isinstance(settings, RefinedSettings):
+    if not isinstance(settings, PaperSettings):
         if "precision" not in values and settings.precision == "float32":
             _note("this CPU has no bfloat16 instructions: training in float32 (--precision)")
-        if not options.anchors:
+        if not options.anchors and options.document is None:
             _warn("no --anchors: a later task can only continue this bundle with anchors of all tasks before it")
         if not options.base:
             _warn("no --base: the gate knows only everyday requests that need no memory")
@@ -78,7 +79,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
 
     task = checked(_request(options, settings, previous))
     if options.dry_run:
-        dry_run(task.request.load(), task.inputs, settings, options.output)
+        dry_run(task.request.load(), task, options.output)
         return SUCCESS
     callbacks = [TensorBoard(options.log_dir)] if options.log_dir else []
     learned = learn(task, partial(_show, options), callbacks)
@@ -108,7 +109,7 @@ def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle 
         )
     return TaskRequest(
         load=partial(_load, options),
-        examples=_read(options, options.task),
+        examples=_read(options, options.task) if options.task else (),
         validation=_read(options, options.validation) if options.validation else None,
         settings=settings,
         base=_read_base(options.base) if options.base else (),
@@ -120,8 +121,18 @@ def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle 
         allow_worse=options.allow_worse,
         dates=partial(_dates, options),
         identity=identity,
+        document=_document(options),
         progress=True,
     )
+
+
+def _document(options: SelectOptions) -> Document | None:
+    from ..document.reading import read_document
+    from ..document.text import Document
+
+    if options.document is None:
+        return None
+    return Document(options.task_name or options.document.stem, read_document(options.document))
 
 
 def _read(options: SelectOptions, path: Path) -> list[Example]:

@@ -1,4 +1,4 @@
-"""The settings of `inducekv-select`: its own, and those of the two recipes."""
+"""The settings of `inducekv-select`: its own, and those of the recipes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 
 from ..client import API_KEY_VARIABLE
 from ..data.choice import ANCHORS_PER_TASK, AnchorPolicy
-from ..paper.settings import PaperSettings
+from ..document.settings import DOCUMENT
 from ..recipes import DEFAULT_RECIPE, RECIPES, RecipeSettings, settings_after
-from ..refined.settings import RefinedSettings
 from ..runtime.settings import Flag
 from ..update.settings import PAPER, REFINED
 from .columns import ColumnOptions
@@ -35,7 +34,19 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 FIRST: Final = (  # the flags that matter first
-    *("model", "task", "output", "validation", "base", "previous", "anchors", "preset", "dry_run", "publish"),
+    *(
+        "model",
+        "task",
+        "document",
+        "output",
+        "validation",
+        "base",
+        "previous",
+        "anchors",
+        "preset",
+        "dry_run",
+        "publish",
+    ),
 )
 
 
@@ -43,8 +54,13 @@ class SelectOptions(ColumnOptions):
     """What to read and write."""
 
     model: Annotated[str, Flag("model folder or Hugging Face id")]
-    task: Annotated[Path, Flag("the task's training data: JSON lines, CSV, TSV, Parquet, a folder of datasets")]
     output: Annotated[Path, Flag("the bundle to write, replaced if it exists; its folder is made")]
+    task: Annotated[
+        Path | None, Flag("the task's training data: JSON lines, CSV, TSV, Parquet, a folder of datasets")
+    ] = None
+    document: Annotated[
+        Path | None, Flag("what to learn in place of a task: text, Markdown, HTML or PDF", metavar="FILE")
+    ] = None
     previous: Annotated[Path | None, Flag("the bundle of the tasks before; it is not changed")] = None
     validation: Annotated[Path | None, Flag("validation data (default: a tenth of the task's, held out)")] = None
     anchors: Annotated[Path | None, Flag("the anchor store: read, and this task's are added", metavar="DIR")] = None
@@ -98,7 +114,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[SelectOptions, dic
 
 
 def choose_recipe(options: SelectOptions, previous: Bundle | None) -> str:
-    """As given, else the previous bundle's; a bundle without a recipe can only be continued by the paper's."""
+    """As given, else the previous bundle's; a bundle without a recipe can only be continued by the paper's.
+
+    Raises:
+        ConfigError: neither a task nor a document is given, or both, or an option that a document has no use for.
+    """
+    if (options.task is None) == (options.document is None):
+        raise ConfigError("expected either --task or --document")
+    if options.document is not None:
+        for name in ("recipe", "validation", "anchors", "preset", "log_dir", "replace"):
+            if getattr(options, name):
+                raise ConfigError(f"--{name.replace('_', '-')} is for tasks, and --document is given")
+        return DOCUMENT
     if options.recipe is not None:
         return options.recipe
     if previous is None:
@@ -116,10 +143,11 @@ def recipe_settings(
     """
     for name in values:
         if name not in flag_fields(RECIPES[recipe]):
-            other = next(other for other in RECIPES if other != recipe)
-            raise ConfigError(f"--{name.replace('_', '-')} is a setting of the recipe {other!r} only")
+            others = [repr(other) for other in RECIPES if name in flag_fields(RECIPES[other])]
+            kind = "recipe" if len(others) == 1 else "recipes"
+            raise ConfigError(f"--{name.replace('_', '-')} is a setting of the {kind} {' and '.join(others)} only")
     for name in ("base", "background", "near_misses", "preset", "log_dir"):
-        if getattr(options, name) and recipe != REFINED:
+        if getattr(options, name) and recipe == PAPER:
             flag = option_of(name, flag_fields(SelectOptions)[name][1])
             raise ConfigError(f"{flag} is a setting of the recipe 'refined' only")
     if options.preset:
@@ -130,11 +158,11 @@ def recipe_settings(
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} --model MODEL --task TASK --output OUTPUT [--validation ...] [--base ...] [more]",
+        usage=f"{PROGRAM} --model MODEL (--task TASK | --document FILE) --output OUTPUT [--base ...] [more]",
         description=(
-            "After a task, write the next memory bundle, this task's anchors and a report. A run that is killed "
-            "resumes with the same arguments. Exit status: 0 success, 2 error, 3 the memory does no better on the "
-            "validation examples than none, and only the report was written."
+            "After a task, write the next memory bundle, this task's anchors and a report; or the bundle of a "
+            "document. A run that is killed resumes with the same arguments. Exit status: 0 success, 2 error, 3 the "
+            "memory does no better on the validation examples than none, and only the report was written."
         ),
         allow_abbrev=False,
     )
@@ -143,9 +171,13 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(parser.add_argument_group("task data that is a table"), {"": SelectOptions}, columns)
     rest = [name for name in flag_fields(SelectOptions) if name not in (*FIRST, *columns)]
     add_flags(parser.add_argument_group("also"), {"": SelectOptions}, rest)
-    shared = [name for name in flag_fields(PaperSettings) if name in flag_fields(RefinedSettings)]
-    add_flags(parser.add_argument_group("settings of both recipes"), RECIPES, shared)
-    for recipe, settings in reversed(RECIPES.items()):
-        own = [name for name in flag_fields(settings) if name not in shared]
-        add_flags(parser.add_argument_group(f"the recipe {recipe!r}"), {recipe: settings}, own)
+    names = dict.fromkeys(name for settings in RECIPES.values() for name in flag_fields(settings))
+    owners = {name: {r: s for r, s in RECIPES.items() if name in flag_fields(s)} for name in names}
+    shared = parser.add_argument_group("settings of several recipes")
+    for name, settings in owners.items():
+        if len(settings) > 1:
+            add_flags(shared, settings, [name])
+    for recipe in (REFINED, DOCUMENT, PAPER):
+        own = [name for name in names if list(owners[name]) == [recipe]]
+        add_flags(parser.add_argument_group(f"the recipe {recipe!r}"), {recipe: RECIPES[recipe]}, own)
     return parser

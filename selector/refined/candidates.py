@@ -47,6 +47,7 @@ class Candidate:
 
     activation: Activation
     training: Training
+    start: str = ""  # what it starts from, where that is searched too
     # [validation questions]: NLL when it was compared last; [0] if it never was.
     losses: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -66,12 +67,14 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return f"refinement-{self.activation}-{self.first_layer}-{self.training.learning_rate}"
+        start = f"{self.start}-" if self.start else ""
+        return f"refinement-{start}{self.activation}-{self.first_layer}-{self.training.learning_rate}"
 
     @property
     def title(self) -> str:
         layers = f" from layer {self.first_layer}" if self.first_layer else ""
-        return f"{self.activation}{layers}, rate {self.training.learning_rate:g}"
+        start = f"{self.start}, " if self.start else ""
+        return f"{start}{self.activation}{layers}, rate {self.training.learning_rate:g}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Search:
     memory: TensorMemory  # the task's entries
     history: tuple[StepRecord, ...]
     begun: tuple[Candidate, ...]
+    start: str = ""  # as of `Candidate`
 
 
 def search(
@@ -102,7 +106,15 @@ def search(
     Raises:
         TaskDataError, BundleError: all of them diverge.
     """
-    ranking = every_candidate(problem, settings, gate_layer)  # the best first, once they are compared
+    return best_of(every_candidate(problem, settings, gate_layer), checkpoint, progress, callbacks)
+
+
+def best_of(
+    begun: Sequence[Candidate], checkpoint: Checkpoint | None, progress: bool, callbacks: Sequence[Callback] = ()
+) -> Search:
+    """Begin with all of them, and finish the best. Raises as `search` does."""
+    ranking = list(begun)  # the best first, once they are compared
+    problem, settings = ranking[0].training.problem, ranking[0].training.settings
     announce([candidate.training for candidate in ranking], RUNGS, progress)
     diverged: list[InduceKVError] = []
     running, within = len(ranking), AS_GOOD_ON_A_HYBRID if problem.scorer.backbone.has_states else AS_GOOD
@@ -125,6 +137,7 @@ def search(
                 memory=_train(candidate, settings.steps, checkpoint, progress, callbacks),
                 history=tuple(candidate.training.history),
                 begun=tuple(ranking),
+                start=candidate.start,
             )
     raise diverged[-1]
 

@@ -45,6 +45,7 @@ LAYERS = {
         ("gate",),
         ("update",),
         ("paper", "refined", "imported"),
+        ("document",),
         ("recipes",),
         ("run",),
         ("api",),

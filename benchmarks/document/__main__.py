@@ -1,0 +1,192 @@
+"""A document as a memory of SmolLM2-135M, against the document in the prompt, retrieved pieces, LoRA, and nothing.
+
+    python -m benchmarks.document --document reference --work DIR --out benchmarks/results/document_reference.json
+
+Each row is kept in DIR when it is done, and a command that is repeated goes on behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from benchmarks.document.asked import HeldOut, beside, recovered
+from benchmarks.document.documents import DOCUMENTS
+from benchmarks.document.lora import learned_lora
+from benchmarks.document.retrieval import retriever
+from benchmarks.lora_adapter import largest_rank
+from benchmarks.machine import describe_machine
+from benchmarks.real.model import model_folder
+from inducekv_vllm.backbone.footprint import footprint_bytes
+from selector.backbone.injection import TensorMemory
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.backbone.tiled_attention import tiled_attention
+from selector.document.settings import DocumentSettings
+from selector.document.study import Studied, self_study
+from selector.document.teacher import logprobs_beside
+from selector.document.text import Document
+from selector.document.update import candidates, divided, pieces_of, questions_of, tokens_of
+from selector.refined.candidates import best_of
+from selector.runtime.checkpoint import Checkpoint
+
+SHARES: Final = (16, 4, 64)
+TRAINED: Final = {"asked": 1, "clozes": 5, "continuations": 6}  # questions of each piece
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--document", choices=list(DOCUMENTS), required=True)
+    parser.add_argument("--work", type=Path, required=True, help="where rows are kept")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", nargs="*", help="which to compute (default: all)")
+    parser.add_argument("--steps", type=int, default=100, help="of a training (%(default)s)")
+    parser.add_argument("--rate", type=float, default=0.1, help="of a memory's training (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=10, help="questions of each group (%(default)s)")
+    options = parser.parse_args(arguments)
+    compared = Compared(options, DOCUMENTS[options.document]())
+    for name in options.rows or list(compared.rows):
+        compared.row(name)
+    options.out.write_text(json.dumps(compared.table(), indent=1) + "\n")
+    for name, row in compared.table()["rows"].items():
+        print(name, json.dumps(row))
+
+
+class Compared:
+    """The rows of one document."""
+
+    def __init__(self, options: argparse.Namespace, document: Document) -> None:
+        self.options, self.document = options, document
+        self.backbone = Backbone.load(model_folder())
+        self.scorer = Scorer(self.backbone, batch_size=8)
+        self.token_ids = tokens_of(self.backbone, document)
+        self.settings = DocumentSettings(**TRAINED, form="merged", start="first", learning_rate=options.rate)
+        self.pieces = pieces_of(self.backbone, document, self.settings)
+        options.work.mkdir(parents=True, exist_ok=True)
+        self.studied = self._studied(self.settings)
+        self.training, self.validation = divided(self.studied, 0)
+        self.held_out = HeldOut.of(document, self.pieces, self.studied, self.validation, options.held_out)
+        self.rows: dict[str, Callable[[], dict[str, Any]]] = {
+            "nothing": lambda: self.measured(self.scorer.predicted),
+            "document in the prompt": lambda: self._in_prompt(lambda asked: self.document.text),
+            "retrieved pieces": lambda: self._in_prompt(retriever(self.pieces)),
+        }
+        for start in ("first", "pooled"):
+            for share in SHARES:
+                self.rows[f"memory 1/{share}, untrained, {start}"] = lambda s=share, k=start: self._memory(s, k, 0)
+        for share in SHARES:
+            self.rows[f"memory 1/{share}"] = lambda s=share: self._memory(s, "first", options.steps)
+            self.rows[f"LoRA, bytes of 1/{share}"] = lambda s=share: self._lora(s, options.steps)
+
+    def row(self, name: str) -> dict[str, Any]:
+        found = self._kept(name, self.rows[name])
+        print(name, json.dumps(found), flush=True)
+        return found
+
+    def table(self) -> dict[str, Any]:
+        rows = {name: found for name in self.rows if (found := self._read(name)) is not None}
+        if {"nothing", "document in the prompt"} <= rows.keys():
+            ends = (rows["nothing"]["asked"], rows["document in the prompt"]["asked"])
+            rows = {n: row | {"recovered": recovered(row["asked"], *ends)} for n, row in rows.items()}
+        return {
+            "document": self.options.document,
+            "title": self.document.name,
+            "tokens": len(self.token_ids),
+            "pieces": len(self.pieces),
+            "training questions": len(self.training),
+            "steps": self.options.steps,
+            "seconds": self._kept("seconds", self._seconds),
+            "machine": describe_machine(),
+            "rows": rows,
+        }
+
+    def bytes_of(self, share: int) -> int:
+        sizes = (self.backbone.hidden_size, self.backbone.num_layers, self.backbone.num_kv_heads)
+        return footprint_bytes(1, *sizes, len(self.token_ids) // share, self.backbone.head_dim, self.backbone.value_dim)
+
+    def measured(self, predict: Callable[[Sequence[Any]], Sequence[Tensor]]) -> dict[str, Any]:
+        examples, found = self.held_out.examples, list[Tensor]()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.settings.precision == "bfloat16"):
+            for start in range(0, len(examples), self.scorer.batch_size):
+                found += predict(examples[start : start + self.scorer.batch_size])
+        return {"asked": self.held_out.measured(self.scorer, [each.float() for each in found])}
+
+    def _in_prompt(self, text_for: Callable[[str], str]) -> dict[str, Any]:
+        def predict(examples: Sequence[Any]) -> list[Tensor]:
+            texts = [text_for(each.messages[0]["content"][0]["text"]) for each in examples]
+            behind = [beside(text, each) for text, each in zip(texts, examples, strict=True)]
+            return list(logprobs_beside(self.scorer, behind))
+
+        return self.measured(predict) | {"mb": len(self.document.text.encode()) / 1e6}
+
+    def _memory(self, share: int, start: str, steps: int) -> dict[str, Any]:
+        tokens = len(self.token_ids) // share
+        settings = self._settings(tokens=tokens, steps=steps, start=start)
+        checkpoint, _ = Checkpoint.open(self.options.work / f"memory-{share}-{start}-{steps}", settings.model_dump())
+        began = time.process_time()
+        with tiled_attention(self.backbone):
+            begun = candidates(self.backbone, self.token_ids, self.training, self.validation, settings)
+            memory: TensorMemory = best_of(begun, checkpoint, progress=steps > 0).memory
+            seconds = time.process_time() - began
+
+            def predict(examples: Sequence[Any]) -> list[Tensor]:
+                terms = questions_of(examples, memory).terms(memory, slice(None), None)
+                return self.scorer.predicted(examples, memory, terms)
+
+            found = self.measured(predict)
+        return found | {"mb": self.bytes_of(share) / 1e6, "tokens": tokens, "seconds": seconds}
+
+    def _lora(self, share: int, steps: int) -> dict[str, Any]:
+        """Of the largest rank that takes no more bytes than the memory."""
+        rank = largest_rank(self.backbone, self.bytes_of(share))
+        adapted, costs = learned_lora(self.backbone, self.training, self._settings(steps=steps), rank)
+        found = self.measured(self.scorer.predicted)
+        adapted.unload()
+        return found | costs
+
+    def _seconds(self) -> dict[str, float]:
+        """Of one core: the self-study of a piece, and a forward pass over the document, a piece and a question."""
+        began = time.process_time()
+        read = self._settings(seed=2)
+        self_study(self.backbone, self.pieces[:1], self.document.name, read)
+        found = {"study of a piece": time.process_time() - began}
+        asked = self.scorer.prefix(self.held_out.examples[0])["input_ids"][0]
+        of_piece = torch.tensor(self.backbone.tokenizer(self.pieces[0])["input_ids"])
+        for name, ids in (("document", self.token_ids), ("piece", of_piece), ("question", asked)):
+            began = time.process_time()
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                self.backbone.model.model(input_ids=ids[None])
+            found[f"reading the {name}"] = time.process_time() - began
+        return found
+
+    def _settings(self, **changes: Any) -> DocumentSettings:
+        return DocumentSettings(**(self.settings.model_dump() | changes))
+
+    def _studied(self, settings: DocumentSettings) -> list[Studied]:
+        read = {n: v for n, v in settings.model_dump().items() if n not in ("learning_rate", "form", "start")}
+        checkpoint, _ = Checkpoint.open(self.options.work / f"study-{settings.seed}", read)
+        return self_study(self.backbone, self.pieces, self.document.name, settings, checkpoint, progress=True)
+
+    def _kept(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if (found := self._read(name)) is None:
+            found = compute()
+            self._path(name).write_text(json.dumps(found))
+        return found
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = self._path(name)
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def _path(self, name: str) -> Path:
+        return self.options.work / f"{name.replace('/', ' of ')}.json"
+
+
+if __name__ == "__main__":
+    main()

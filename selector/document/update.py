@@ -1,0 +1,302 @@
+"""A document's memory: study it, fit the gate to the questions, train one entry to answer them without the document.
+
+A document has a bundle of its own, with one entry behind a gate. A new version starts from the memory of the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from inducekv_vllm.bundle import ENTRY_AXES, Bundle
+from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
+
+from ..backbone.injection import TensorMemory
+from ..backbone.model import Backbone
+from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
+from ..backbone.tiled_attention import tiled_attention
+from ..data.examples import Example
+from ..gate.fit import FittedGate, fit_gate
+from ..refined.candidates import LEARNING_RATES, RUNGS, Candidate, Search, best_of
+from ..refined.duration import seconds_of_search
+from ..refined.report import report_update
+from ..refined.settings import RefinedSettings
+from ..refined.training import Training, TrainingProblem
+from ..runtime.callback import Callback
+from ..runtime.checkpoint import Checkpoint
+from ..runtime.phases import Phases
+from ..runtime.progress import note
+from ..update.facts import with_facts_that_help
+from ..update.inputs import TaskInputs, require_context
+from ..update.result import UpdateResult
+from .chunks import chunks_of
+from .language import warn_of_strange_language
+from .settings import DOCUMENT, FORMS, SHARE, STARTS, DocumentSettings
+from .start import WEIGHTINGS, initial_memory
+from .study import Studied, self_study
+from .teacher import Distilling
+from .text import Document
+
+LEAST_TOKENS: Final = 128  # of a document: less is a prompt, or a fact
+HELD_OUT: Final = 8  # one question in so many is for validation
+MOST_VALIDATION: Final = 64
+
+
+def update_document(
+    backbone: Backbone,
+    document: Document,
+    settings: DocumentSettings,
+    inputs: TaskInputs,
+    checkpoint: Checkpoint | None = None,
+    *,
+    progress: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> UpdateResult:
+    """The same document and settings give the same digest, interrupted or not; not so with `minutes`.
+
+    Args:
+        inputs: what the gate is to stay closed for, and the document's last memory; there are no examples.
+        checkpoint: keeps the progress; None: nothing is kept.
+
+    Raises:
+        TaskDataError: the document is too short, nothing could be asked about it, or a loss is not finite.
+        BundleError, FingerprintMismatch: the previous memory does not fit the model, or is none of this document.
+        ConfigError: the settings contradict the model or the previous memory.
+        UnsupportedModel: the model keeps no keys and values that a memory could start from.
+    """
+    phases = Phases(checkpoint)
+    with phases.phase("check"):
+        token_ids = tokens_of(backbone, document)
+        warn_of_strange_language(backbone, token_ids, document.name)
+        check_previous(backbone, inputs.previous, settings)
+        outside = (*inputs.base, *inputs.background, *inputs.near_misses)
+        require_context(Scorer(backbone), outside, progress)
+    with phases.phase("study"), tiled_attention(backbone):
+        chunks = pieces_of(backbone, document, settings)
+        studied = self_study(backbone, chunks, document.name, settings, checkpoint, progress=progress)
+        training, validation = divided(studied, settings.seed)
+    with phases.phase("gate"):
+        asked = [each.example for each in studied if each.kind != "continuation"]
+        fitted = fit_gate(
+            backbone,
+            {document.name: asked or [each.example for each in studied]},
+            inputs.base,
+            background=inputs.background,
+            near_misses=inputs.near_misses,
+            misses=settings.gate_misses,
+            seed=settings.seed,
+            kind=settings.gate_kind,
+        )
+    with phases.phase("train"), tiled_attention(backbone):
+        begun = candidates(backbone, token_ids, training, validation, settings, inputs.previous, checkpoint)
+        found = best_of(begun, checkpoint, progress, callbacks)
+        bundle = _bundle(backbone, document, settings, found, fitted, inputs, len(token_ids))
+    right = [each.example for each in validation if each.right] or [each.example for each in validation]
+    scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    with phases.phase("facts"), tiled_attention(backbone):
+        facts: dict[str, Any] = {}
+        if settings.facts == "search":
+            exact = [each.example for each in training if each.exact and each.right]
+            bundle, facts = with_facts_that_help(bundle, exact, questions_of(right, found.memory), scorer)
+    with phases.phase("measure"), tiled_attention(backbone):
+        measured = replace(inputs, training=[each.example for each in training], validation=right, previous=None)
+        report = report_update(scorer, measured, questions_of(right, found.memory), bundle, fitted, found)
+        report["document"] = {
+            "tokens": len(token_ids),
+            "chunks": len(chunks),
+            "training": Counter(each.kind for each in training),
+            "validation": Counter(each.kind for each in validation),
+            "form": found.memory.form,
+            "start": found.start,
+            "divergence": _divergences(begun[0].training.problem, found.memory),
+        }
+    report |= {"recipe": DOCUMENT, "facts": facts, "phases": phases.records}
+    for callback in callbacks:
+        callback.on_end(report)
+    return UpdateResult(bundle, report, torch.zeros(0, backbone.hidden_size))
+
+
+def tokens_of(backbone: Backbone, document: Document) -> Tensor:
+    """[N] int64. Raises TaskDataError: they are too few."""
+    ids = _ids(backbone, document.text)
+    if len(ids) < LEAST_TOKENS:
+        raise TaskDataError(
+            f"the document {document.name!r} has {len(ids)} tokens, expected {LEAST_TOKENS} at least: put it into the "
+            "prompt, or teach it as facts"
+        )
+    return torch.tensor(ids)
+
+
+def tokens_of_memory(num_tokens: int, settings: DocumentSettings) -> int:
+    """Of a document of so many tokens. Raises ConfigError: more are asked for than it has."""
+    if settings.tokens is not None and settings.tokens > num_tokens:
+        raise ConfigError(f"the document has {num_tokens} tokens, found tokens {settings.tokens} in the settings")
+    return settings.tokens or num_tokens // SHARE
+
+
+def pieces_of(backbone: Backbone, document: Document, settings: DocumentSettings) -> list[str]:
+    """What is studied at once."""
+    return chunks_of(document.text, lambda text: len(_ids(backbone, text)), settings.chunk_tokens)
+
+
+def check_previous(backbone: Backbone, previous: Bundle | None, settings: DocumentSettings) -> None:
+    """Raises FingerprintMismatch, ConfigError: it is of another model or size."""
+    if previous is None:
+        return
+    previous.require_backbone(backbone.fingerprint, "the previous bundle")
+    if settings.tokens not in (None, previous.payload_tokens):
+        raise ConfigError(
+            f"the previous bundle has {previous.payload_tokens} tokens, found tokens {settings.tokens} in the settings"
+        )
+
+
+def divided(studied: Sequence[Studied], seed: int) -> tuple[list[Studied], list[Studied]]:
+    """Training and validation questions, with their share of each kind. Raises TaskDataError: there are too few."""
+    order = Random(f"validation {seed}").sample(studied, len(studied))
+    order.sort(key=lambda each: each.kind)
+    held_out = order[::HELD_OUT][:MOST_VALIDATION]
+    training = [each for each in studied if each not in held_out]
+    if not training or not held_out:
+        raise TaskDataError(
+            f"{len(studied)} questions could be asked about the document, expected 2 at least: it has no sentences of "
+            "six words"
+        )
+    return training, held_out
+
+
+def candidates(
+    backbone: Backbone,
+    token_ids: Tensor,
+    training: Sequence[Studied],
+    validation: Sequence[Studied],
+    settings: DocumentSettings,
+    previous: Bundle | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> list[Candidate]:
+    """The trainings that are begun: each form with each start, or the previous memory's, at each rate."""
+    lessons = {each.key: each.lesson for each in (*training, *validation)}
+    scorer = Distilling(backbone, lessons, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    rates = LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,)
+
+    def begun(steps: int) -> list[Candidate]:
+        trainings = []
+        for start, memory in starts(backbone, token_ids, settings, previous):
+            problem = TrainingProblem(
+                scorer,
+                memory,
+                questions_of([each.example for each in training], memory),
+                torch.zeros(len(training), 1),
+                questions_of([each.example for each in validation], memory),
+                calibrate=False,
+            )
+            recorded = RefinedSettings(
+                form=memory.form,
+                weighting=WEIGHTINGS[memory.form],
+                activation="prompt",
+                map_rank=0,
+                payload_tokens=memory.payload_keys.shape[3],
+                budget=1,
+                steps=steps,
+                batch_size=settings.batch_size,
+                patience=None,
+                precision=settings.precision,
+                seed=settings.seed,
+            )
+            trainings += [Candidate("prompt", Training(problem, recorded, rate), start) for rate in rates]
+        return trainings
+
+    all_steps = begun(settings.steps)
+    if settings.minutes is None or not settings.steps:
+        return all_steps
+    return begun(_steps_in(settings.minutes, all_steps, settings.steps, checkpoint))
+
+
+def starts(
+    backbone: Backbone, token_ids: Tensor, settings: DocumentSettings, previous: Bundle | None
+) -> list[tuple[str, TensorMemory]]:
+    """What trainings start from, by name."""
+    if previous is not None:
+        return [(f"{previous.metadata.form}, previous", TensorMemory.from_bundle(previous))]
+    tokens = tokens_of_memory(len(token_ids), settings)
+    context = Scorer(backbone).context
+    forms = FORMS if settings.form == "search" else (settings.form,)
+    found = []
+    for form in forms:
+        if form == "merged":
+            try:
+                backbone.require_full_attention()
+            except UnsupportedModel:
+                if settings.form == "merged":
+                    raise
+                continue
+        for start in STARTS if settings.start == "search" else (settings.start,):
+            memory = initial_memory(backbone, token_ids[:context], tokens, form, start)
+            found.append((f"{form}, {start}", memory))
+    return found
+
+
+def _steps_in(minutes: float, begun: Sequence[Candidate], steps: int, checkpoint: Checkpoint | None) -> int:
+    """How many steps the trainings may have to last so long; the same when a run is resumed."""
+    if checkpoint is not None and (saved := checkpoint.read("steps")) is not None:
+        return int(saved[1]["steps"])
+    seconds = seconds_of_search([each.training for each in begun], RUNGS)
+    steps = max(1, min(steps, int(steps * 60 * minutes / seconds)))
+    note(f"{minutes:g} minutes are enough for {steps} steps")
+    if checkpoint is not None:
+        checkpoint.write("steps", {}, {"steps": steps})
+    return steps
+
+
+def _bundle(
+    backbone: Backbone,
+    document: Document,
+    settings: DocumentSettings,
+    found: Search,
+    fitted: FittedGate,
+    inputs: TaskInputs,
+    num_tokens: int,
+) -> Bundle:
+    memory = found.memory
+    counts = {"base_questions": len(inputs.base), "background_requests": len(inputs.background)}
+    counts |= {"near_misses": len(inputs.near_misses), "document_tokens": num_tokens}
+    chosen = {"learning_rate": found.learning_rate, "form": memory.form, "start": found.start}
+    calibration: dict[str, Any] = {name: getattr(memory, name) for name in ("temperature", "value_gates", "layer_bias")}
+    tensors: dict[str, Any] = {name: getattr(memory, name) for name in ENTRY_AXES}
+    return Bundle.create(
+        **calibration,
+        **tensors,
+        backbone=backbone.fingerprint,
+        budget=settings.budget,
+        parent_digest=None if inputs.previous is None else inputs.previous.digest,
+        entries=(document.record,),
+        weighting=memory.weighting,
+        form=memory.form,
+        recipe=DOCUMENT,
+        settings=settings.model_dump() | chosen | counts | {"gate_misses": fitted.misses},
+        gate=fitted.gate,
+        activations={document.name: found.activation} if memory.form == "decoupled" else {},
+    )
+
+
+def _divergences(problem: TrainingProblem, memory: TensorMemory) -> dict[str, float]:
+    """Mean KL(teacher || model) of a validation answer, without memory and with it."""
+    return {
+        "no_memory": problem.scorer.mean_loss(problem.validation),
+        "with_memory": problem.scorer.mean_loss(problem.validation, memory),
+    }
+
+
+def questions_of(examples: Sequence[Example], memory: TensorMemory) -> Questions:
+    """All of them retrieve the one entry, whatever their keys are."""
+    return Questions(examples, memory.retrieval_keys.expand(len(examples), -1))
+
+
+def _ids(backbone: Backbone, text: str) -> list[int]:
+    ids: list[int] = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
