@@ -1,9 +1,10 @@
 """Time per output token with one long memory, against the same tokens as a cached prefix of the prompt.
 
 Both read as many keys and values for each request: the memory's once for all requests that share it, those of a prefix
-once for each request. Runs alternate in one engine; a step counts if every request gets a token in it.
+once for each request. Runs alternate in one engine, and there is a third without either. Milliseconds are those of the
+process (its CPU time, of one thread), medians over the steps in which every request gets a token.
 
-    python -m benchmarks.long_memory [--output FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.long_memory [--output FILE]
 """
 
 from __future__ import annotations
@@ -61,9 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for requests in options.requests:
                 rows.append(compared(offline, memory, texts[tokens], requests, options.rounds))
                 print(json.dumps(rows[-1]), flush=True)
-    written = {"model": Path(model).name, "machine": describe_machine(), "threads": torch.get_num_threads()}
-    options.output.write_text(json.dumps(written | {"rounds": options.rounds, "rows": rows}, indent=2) + "\n")
+                write(options.output, model, options.rounds, rows)
     return 0
+
+
+def write(path: Path, model: str, rounds: int, rows: list[dict[str, Any]]) -> None:
+    """What is measured so far."""
+    known = {"model": Path(model).name, "machine": describe_machine(), "threads": torch.get_num_threads()}
+    path.write_text(json.dumps(known | {"rounds": rounds, "steps": STEPS, "rows": rows}, indent=2) + "\n")
 
 
 def bundles(model: str, sizes: Sequence[int], folder: Path) -> tuple[dict[int, list[int]], dict[int, Path]]:

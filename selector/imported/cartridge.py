@@ -8,12 +8,14 @@ Shapes: see the package.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from inducekv_vllm.backbone.checkpoints import summary
 from inducekv_vllm.errors import BundleError
 
 from ..backbone.model import Backbone
@@ -60,7 +62,7 @@ def _all_tokens(backbone: Backbone, cartridge: Mapping[str, Any], part: str, sou
     if frozen is None:
         raise BundleError(f"{source}: the frozen tokens are missing: expected '{FROZEN[0]}_{part}'")
     parts = [_of_layers(backbone, cartridge.get(f"{TRAINED}_{part}"), f"{source}: {TRAINED}_{part}")]
-    if _length(cartridge[frozen], f"{source}: {frozen}"):  # none of them is frozen: an empty list
+    if _tensors(cartridge[frozen], f"{source}: {frozen}", 1):  # none of them is frozen: an empty list
         parts.insert(0, _of_layers(backbone, cartridge[frozen], f"{source}: {frozen}"))
     return torch.cat(parts, dim=2)
 
@@ -68,14 +70,20 @@ def _all_tokens(backbone: Backbone, cartridge: Mapping[str, Any], part: str, sou
 def _of_layers(backbone: Backbone, found: Any, name: str) -> Tensor:
     """One tensor [1, J, tokens, D] a layer, as [L, J, tokens, D]."""
     L, J, D = backbone.num_layers, backbone.num_kv_heads, backbone.head_dim
-    if (count := _length(found, name)) != L:
+    tensors = _tensors(found, name, L + 1)
+    if len(tensors) != L:
+        count = len(tensors) if len(tensors) < L else "more"
         raise BundleError(f"{name}: expected one tensor for each of the model's {L} layers, found {count}")
-    shape = tuple(getattr(found[0], "shape", ()))
+    shape = tuple(getattr(tensors[0], "shape", ()))
     tokens = shape[2] if len(shape) == 4 else 1
-    return torch.cat([float_tensor(each, (1, J, tokens, D), f"{name}[{layer}]") for layer, each in enumerate(found)])
+    return torch.cat([float_tensor(each, (1, J, tokens, D), f"{name}[{layer}]") for layer, each in enumerate(tensors)])
 
 
-def _length(found: Any, name: str) -> int:
+def _tensors(found: Any, name: str, most: int) -> list[Any]:
+    """The first of them."""
     if not isinstance(found, list | tuple | nn.ParameterList):
         raise BundleError(f"{name}: expected a list of tensors, found {type(found).__name__}")
-    return len(found)
+    try:
+        return list(islice(found, most))
+    except (TypeError, ValueError, AttributeError) as error:  # a list of parameters may say anything of itself
+        raise BundleError(f"{name}: a damaged list of tensors: {summary(error)}") from error

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from inducekv_vllm.bundle import Bundle, read_bundle
-from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.errors import BundleError, UnsupportedModel
 from selector.backbone.generation import score
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
@@ -21,6 +21,7 @@ from selector.imported.cartridge import cartridge_source
 from selector.imported.peft import peft_source
 from selector.imported.prefix import require_distances
 from selector.imported.text import text_source
+from selector.update.inputs import TaskInputs, check_previous
 from tests.imported import ADAPTERS, behind_adapter, behind_cache, behind_text, save_adapter, save_cartridge
 from tests.tiny_families import FAMILIES, LATENT_FAMILIES
 from tests.tiny_hybrids import save_lfm2
@@ -102,6 +103,8 @@ def test_an_adapter_of_peft(name: str, llama_folder: Path, llama: Backbone, tmp_
     assert (bundle.metadata.form, bundle.metadata.weighting, bundle.num_entries) == ("merged", "uniform", 1)
     assert bundle.metadata.payload_dtype == "float32"  # as the checkpoint
     check(llama, bundle, behind_adapter(llama_folder, folder, inputs_of(llama), ANSWER))
+    with pytest.raises(BundleError, match="by the recipe 'imported', which the recipe 'paper' cannot continue"):
+        check_previous(llama, TaskInputs([], [], [], bundle), 1, bundle.payload_tokens, "paper")
     halved = import_source(llama, peft_source(folder), task="t", dtype="float16")
     assert halved.payload_keys.dtype is torch.float16
     assert torch.allclose(halved.payload_keys.float(), bundle.payload_keys, atol=1e-2)

@@ -203,12 +203,19 @@ def with_layer(layer: Any) -> list[Any]:
     return [layers()[0], layer]
 
 
+def saying(size: Any) -> nn.ParameterList:
+    """A list that says that it has so many parameters."""
+    made = nn.ParameterList(layers())
+    made.__dict__["_size"] = size
+    return made
+
+
 CARTRIDGES: list[tuple[dict[str, Any], str]] = [
     ({"trainable_keys": None}, "not a cartridge: expected 'trainable_keys' and 'trainable_values', found 'frozen_keys"),
     ({"trainable_values": None}, "trainable_values: expected a list of tensors, found NoneType"),
     ({"frozen_keys": None}, "the frozen tokens are missing: expected 'frozen_keys'"),
     ({"trainable_keys": layers(count=1)}, "one tensor for each of the model's 2 layers, found 1"),
-    ({"trainable_values": layers(count=3)}, "trainable_values: .* the model's 2 layers, found 3"),
+    ({"trainable_values": layers(count=3)}, "trainable_values: .* the model's 2 layers, found more"),
     ({"frozen_values": layers(1, count=1)}, "frozen_values: .* the model's 2 layers, found 1"),
     ({"trainable_keys": layers(heads=2)}, r"trainable_keys\[0\]: expected the shape \[1, 3, 3, 8\], found \[1, 2, 3"),
     ({"trainable_keys": layers(size=16)}, r"expected the shape \[1, 3, 3, 8\], found \[1, 3, 3, 16\]"),
@@ -220,6 +227,8 @@ CARTRIDGES: list[tuple[dict[str, Any], str]] = [
     ({"frozen_values": [torch.full((1, 3, 1, 8), torch.inf)] * 2}, r"frozen_values\[0\] contains NaN or infinite"),
     ({"trainable_keys": with_layer(torch.zeros(1, 3, 3, 8, dtype=torch.int8))}, "found a tensor of torch.int8"),
     ({"trainable_keys": with_layer("text")}, "expected a tensor of floating-point numbers, found str"),
+    ({"trainable_keys": saying("2")}, "a damaged list of tensors: "),
+    ({"trainable_keys": saying(2**62)}, "the model's 2 layers, found|a damaged list of tensors: "),
     ({"trainable_keys": "text"}, "expected a list of tensors, found str"),
     (
         {"trainable_keys": [torch.zeros(1).expand(1, 3, 2**40, 8)] * 2},
