@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--strangers", type=int, default=2000)
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
-    parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
+    parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="more flags of the server")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work, files = Path(folder), Path(folder, "bundles")
@@ -62,10 +62,10 @@ def main() -> int:
             asyncio.run(ask_alone(url, members, expected))
         room = max(512, round(args.share * entries))
         with serving(
-            [*flags, "--memory-pool-entries", str(room), *args.flags], work / "server.log", ENVIRONMENT
+            [*flags, "--memory-pool-entries", str(room), *args.serve_args], work / "server.log", ENVIRONMENT
         ) as url:
             measured = asyncio.run(measure(url, members, expected, files, args))
-    fleet = {"bundles": args.bundles, "entries": entries, "pool_entries": room, "server_flags": args.flags}
+    fleet = {"bundles": args.bundles, "entries": entries, "pool_entries": room, "server_flags": args.serve_args}
     text = json.dumps({"benchmark": "fleet", "machine": describe_machine(), **fleet, **measured}, indent=2)
     print(text)
     if args.output is not None:
