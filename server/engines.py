@@ -57,9 +57,14 @@ async def unload(
     await client.collective_rpc("inducekv_unload_bundle", args=(memory.digest, keep))
 
 
-async def drop_copy(client: EngineClient, digest: str) -> None:
-    """Drop what the workers have kept in host memory of a bundle that has left the pool."""
-    await client.collective_rpc("inducekv_unload_bundle", args=(digest, False))
+async def erase_kept(client: EngineClient, digest: str) -> bool | None:
+    """Drop a bundle that has left the pool from the workers' host memory; whether it is gone, None if the engine is."""
+    try:
+        await client.collective_rpc("inducekv_unload_bundle", args=(digest, False))
+        return await _is_erased_in_time(client, digest)
+    except Exception as error:
+        logger.warning("could not drop digest %s from host memory: %r", digest, error)
+        return None
 
 
 async def release(client: EngineClient, memory: ServedBundle, but: Iterable[LoRARequest]) -> bool | None:

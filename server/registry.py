@@ -392,14 +392,19 @@ class BundleRegistry:
             return
         version = self._names.versions.get(digest)
         if version is None:
-            self.in_background(self._drop_copy(digest))
+            self.in_background(self._erase_kept(digest))
         elif not version.is_used:
             self._left(version.memory)
 
-    async def _drop_copy(self, digest: str) -> None:
-        async with self._changes.alone():  # it may be loaded again meanwhile
-            if digest not in self._names.versions and not await asyncio.to_thread(self._state.is_named, digest):
-                await engines.drop_copy(self._client, digest)
+    async def _erase_kept(self, digest: str) -> None:
+        """A version that has left the pool may still be in the workers' host memory."""
+        async with self._changes.alone():
+            await self.following.follow()
+            if digest in self._names.versions:  # it was loaded again meanwhile
+                return
+            is_erased = await engines.erase_kept(self._client, digest)
+            if is_erased is not None:
+                await self.journal.note("release", digest=digest, erased=is_erased)
 
     def _left(self, memory: ServedBundle) -> None:
         self.in_background(self._release(memory))

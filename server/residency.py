@@ -145,7 +145,8 @@ class Residency:
             yield version.resident_bytes if version else await self._load(memory)
         except BaseException as error:
             if version is None:
-                unloading = self._in_background(self._unload(memory))
+                no_room = isinstance(error, CapacityError)  # it is tried again
+                unloading = self._in_background(self._unload(memory, keep=no_room))
                 if not isinstance(error, asyncio.CancelledError):  # out of time
                     await unloading
             raise

@@ -36,7 +36,7 @@ class Workers:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
         if method == "inducekv_is_erased":
-            return [args[0] not in self.resident]
+            return [args[0] not in self.resident and args[0] not in self.kept]
         if method == "inducekv_load_bundle":
             path, digest = args
             assert Path(path).is_file()
