@@ -152,7 +152,7 @@ class Server:
 
     def base_model(self, name: str) -> str:
         """What the untouched model beneath a bundle is called."""
-        cards = self.call("GET", "models")["data"]
+        cards = self._pages("models", "id", 1000)
         parent = next((card.get("parent") for card in cards if card["id"] == name), None)
         if not isinstance(parent, str):
             raise ServerError(f"{self.url} does not say of which model {name!r} is a bundle")
@@ -231,7 +231,7 @@ class Server:
             query = urllib.parse.urlencode({"limit": page, **after})
             found = self.call("GET", f"{route}?{query}", as_admin=as_admin)
             yield from found["data"]
-            has_more = found["has_more"]
+            has_more = found.get("has_more", False)  # vLLM's own list has no pages
             after = {"after": found["data"][-1][key]} if has_more else {}
 
     def _change(self, route: str, body: Mapping[str, Any], **more: str | None) -> dict[str, Any]:
