@@ -80,9 +80,9 @@ class Server:
 
     # ---- bundles -------------------------------------------------------------------------------------------------
 
-    def bundles(self, page: int = 1000) -> Iterator[dict[str, Any]]:
+    def bundles(self, page: int = 1000) -> list[dict[str, Any]]:
         """The cards of all names, in alphabetical order; so many are asked for at once."""
-        yield from self._pages("memory_bundles", "name", page)
+        return list(self._pages("memory_bundles", "name", page))
 
     def digest(self, name: str) -> str | None:
         """What a name stands for; None for nothing."""
@@ -152,7 +152,7 @@ class Server:
 
     def base_model(self, name: str) -> str:
         """What the untouched model beneath a bundle is called."""
-        cards = self.call("GET", "models")["data"]
+        cards = self._pages("models", "id", 1000)
         parent = next((card.get("parent") for card in cards if card["id"] == name), None)
         if not isinstance(parent, str):
             raise ServerError(f"{self.url} does not say of which model {name!r} is a bundle")
@@ -211,6 +211,7 @@ class Server:
         if self.admin_key and (body is not None if as_admin is None else as_admin):
             headers[ADMIN_HEADER] = self.admin_key
         address = f"{self.url.rstrip('/')}/v1/{route}"
+        shown = address.partition("?")[0]
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(address, data=data, headers=headers, method=method)
@@ -218,11 +219,9 @@ class Server:
                 found: dict[str, Any] = json.loads(answer.read())
                 return found
         except urllib.error.HTTPError as error:
-            raise ServerError(
-                f"{address} refused it ({error.code}): {_reason(error.read(2000))}", error.code
-            ) from error
+            raise ServerError(f"{shown} refused it ({error.code}): {_reason(error.read(2000))}", error.code) from error
         except (OSError, ValueError, HTTPException) as error:
-            raise ServerError(f"{address} cannot be reached: {error}") from error
+            raise ServerError(f"{shown} cannot be reached: {error}") from error
 
     def _pages(self, route: str, key: str, page: int, *, as_admin: bool = False) -> Iterator[dict[str, Any]]:
         """What a route lists, page by page; an item of a list has its name under `key`."""
@@ -232,7 +231,7 @@ class Server:
             query = urllib.parse.urlencode({"limit": page, **after})
             found = self.call("GET", f"{route}?{query}", as_admin=as_admin)
             yield from found["data"]
-            has_more = found["has_more"]
+            has_more = found.get("has_more", False)  # vLLM's own list has no pages
             after = {"after": found["data"][-1][key]} if has_more else {}
 
     def _change(self, route: str, body: Mapping[str, Any], **more: str | None) -> dict[str, Any]:

@@ -91,7 +91,9 @@ def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
     def answer(request: Request) -> tuple[int, Any]:
         if request.body is None:
             card = {"bundle": {"name": "facts", "digest": digest}}
-            return 200, {"/v1/memory_bundles/facts": card, "/v1/models": {"data": models}}[request.path]
+            return 200, {"/v1/memory_bundles/facts": card, "/v1/models": {"data": models}}[
+                request.path.partition("?")[0]
+            ]
         asked.append((request.body["model"], request.body["max_tokens"], request.body["temperature"]))
         if request.body["model"] == "base":
             return 200, {"choices": [{"message": {"content": None}}]}
@@ -140,7 +142,9 @@ def test_the_gate_stands_beside_the_accuracy(
         if request.body is None:
             models = [{"id": "base"}, {"id": "colours", "parent": "base"}]
             card = {"bundle": {"name": "colours", "digest": digest}}
-            return 200, {"/v1/memory_bundles/colours": card, "/v1/models": {"data": models}}[request.path]
+            return 200, {"/v1/memory_bundles/colours": card, "/v1/models": {"data": models}}[
+                request.path.partition("?")[0]
+            ]
         decided = {"task": "counts", "closed": None, "margins": {"counts": 0.5}}
         answered = {"choices": [{"message": {"content": "x"}}], "kv_transfer_params": {"inducekv": {"gate": decided}}}
         return 200, answered

@@ -31,7 +31,9 @@ class FakeServer:
     def answer(self, request: Request) -> tuple[int, Any]:
         if request.body is None:
             assert ADMIN_HEADER not in request.headers
-            return 200, {"data": [{"name": "m", "digest": self.served}] if self.served else []}
+            if not self.served:
+                return 404, {"error": {"message": "no memory bundle 'm' is loaded"}}
+            return 200, {"bundle": {"name": "m", "digest": self.served}}
         if self.elsewhere is not None:
             return 307, f"{self.elsewhere}{request.path}"
         if request.headers[ADMIN_HEADER] != "key":
@@ -84,7 +86,7 @@ def test_a_server_that_is_not_there_does_not_keep_the_others_from_it(
     assert main(["publish", str(path), *to(NOBODY, servers[0])]) == 1
     assert servers[0].served == NEW.digest
     unknown, summary = capsys.readouterr().err.splitlines()
-    assert unknown.startswith(f"{NOBODY}: what it serves is unknown: {NOBODY}/v1/memory_bundles cannot be reached")
+    assert unknown.startswith(f"{NOBODY}: what it serves is unknown: {NOBODY}/v1/memory_bundles/m cannot be reached")
     assert summary == f"1 of 2 servers do not serve {NEW.digest}: {NOBODY}"
 
 
