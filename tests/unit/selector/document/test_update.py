@@ -162,7 +162,7 @@ def test_decoupled_memory_changes_nothing_before_it_is_trained(llama: Backbone, 
     [
         (["--task", "a.csv"], "expected either --task or --document"),
         (["--recipe", "paper"], "--recipe is for tasks, and --document is given"),
-        (["--entries-per-task", "2"], "--entries-per-task is a setting of the recipe 'refined' only"),
+        (["--entries-per-task", "2"], "--entries-per-task is for tasks, and --document is given"),
     ],
 )
 def test_options_of_tasks_are_refused(
