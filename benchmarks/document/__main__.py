@@ -38,6 +38,7 @@ from selector.refined.candidates import best_of
 from selector.runtime.checkpoint import Checkpoint
 
 SHARES: Final = (16, 4, 64)
+SECONDS: Final = "seconds"  # beside the rows
 TRAINED: Final = {"asked": 1, "clozes": 5, "continuations": 6}  # questions of each piece
 
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=10, help="questions of each group (%(default)s)")
     options = parser.parse_args(arguments)
     compared = Compared(options, DOCUMENTS[options.document]())
-    for name in options.rows or list(compared.rows):
+    for name in options.rows or [*compared.rows, SECONDS]:
         compared.row(name)
     options.out.write_text(json.dumps(compared.table(), indent=1) + "\n")
     for name, row in compared.table()["rows"].items():
@@ -86,7 +87,7 @@ class Compared:
             self.rows[f"LoRA, bytes of 1/{share}"] = lambda s=share: self._lora(s, options.steps)
 
     def row(self, name: str) -> dict[str, Any]:
-        found = self._kept(name, self.rows[name])
+        found = self._kept(name, self._seconds if name == SECONDS else self.rows[name])
         print(name, json.dumps(found), flush=True)
         return found
 
@@ -102,7 +103,7 @@ class Compared:
             "pieces": len(self.pieces),
             "training questions": len(self.training),
             "steps": self.options.steps,
-            "seconds": self._kept("seconds", self._seconds),
+            SECONDS: self._read(SECONDS),
             "machine": describe_machine(),
             "rows": rows,
         }

@@ -143,9 +143,12 @@ def recipe_settings(
     """
     for name in values:
         if name not in flag_fields(RECIPES[recipe]):
-            others = [repr(other) for other in RECIPES if name in flag_fields(RECIPES[other])]
-            kind = "recipe" if len(others) == 1 else "recipes"
-            raise ConfigError(f"--{name.replace('_', '-')} is a setting of the {kind} {' and '.join(others)} only")
+            flag = f"--{name.replace('_', '-')}"
+            if recipe == DOCUMENT:
+                raise ConfigError(f"{flag} is for tasks, and --document is given")
+            other = next((other for other in (PAPER, REFINED) if name in flag_fields(RECIPES[other])), None)
+            whose = f"the recipe {other!r}" if other is not None else "documents"
+            raise ConfigError(f"{flag} is a setting of {whose} only")
     for name in ("base", "background", "near_misses", "preset", "log_dir"):
         if getattr(options, name) and recipe == PAPER:
             flag = option_of(name, flag_fields(SelectOptions)[name][1])

@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM
 import selector
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
-from selector.backbone.generation import score
+from selector.api import read
+from selector.backbone.generation import answer_logprobs, score
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
 from selector.cli.select import main
 from selector.document.language import nats_per_byte, warn_of_strange_language
 from selector.document.start import initial_memory
-from selector.document.teacher import Lesson
+from selector.document.teacher import Lesson, logprobs_beside
 from selector.runtime.checkpoint import Checkpoint
 from tests.tiny_models import save_tiny_llama
 
@@ -84,6 +86,20 @@ def test_the_loss_is_the_divergence_from_the_teacher() -> None:
     torch.testing.assert_close(few.divergence(teacher), torch.tensor(0.0), rtol=0, atol=1e-5)
 
 
+def test_questions_beside_one_piece_are_answered_as_each_alone(llama: Backbone) -> None:
+    """What their prompts begin with is computed once: the log-probabilities of whole prompts."""
+    texts = (
+        ("Which valve opens at 37 bar?", "the kestrel"),
+        ("Who?", "north"),
+        ("How many days between checks?", "12"),
+    )
+    rows = [{"prompt": f"{TEXT[:200]}\n\n{asked}", "answer": answer} for asked, answer in texts]
+    examples, scorer = read(rows, "valves"), Scorer(llama, batch_size=2)
+    for example, found in zip(examples, logprobs_beside(scorer, examples), strict=True):
+        (alone,) = answer_logprobs(llama, [scorer.prefix(example)], [scorer.answer_tokens(example)])
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
+
+
 def test_what_was_taught_is_nearer_to_the_teacher(taught: selector.Taught) -> None:
     found = taught.report["document"]["divergence"]
     assert found["with_memory"] < found["no_memory"]
@@ -139,6 +155,23 @@ def test_decoupled_memory_changes_nothing_before_it_is_trained(llama: Backbone, 
     found = untrained.report["document"]["divergence"]
     assert found["with_memory"] == pytest.approx(found["no_memory"], abs=1e-5)
     assert bool(TensorMemory.from_bundle(untrained.bundle).payload_keys.any())
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--task", "a.csv"], "expected either --task or --document"),
+        (["--recipe", "paper"], "--recipe is for tasks, and --document is given"),
+        (["--entries-per-task", "2"], "--entries-per-task is for tasks, and --document is given"),
+    ],
+)
+def test_options_of_tasks_are_refused(
+    file: Path, more: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.safetensors"
+    assert main(["--document", str(file), "--model", "none", "--output", str(output), *more]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"inducekv-select: error: {problem}"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_document_that_is_no_document_is_refused(llama: Backbone) -> None:
