@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from inducekv_vllm.errors import UnsupportedModel
 
 from ..backbone.loading import decoder, key_norm
 from ..backbone.model import Backbone
+from ..backbone.prefix import cached_at
 
 BY_LENGTH: Final = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of what is computed
 PROBE: Final = 16  # tokens that are computed at two places, to see that the model takes distances alone
@@ -35,7 +35,7 @@ class Prefix:
 def computed(backbone: Backbone, embeddings: Tensor) -> Prefix:
     """The prefix of p tokens with these embeddings [p, d], by one forward pass."""
     p = len(embeddings)
-    found, _ = _cache_at(backbone, embeddings[None], torch.arange(-p, 0)[None])
+    found = cached_at(backbone, torch.arange(-p, 0)[None], inputs_embeds=embeddings[None].to(backbone.model.dtype))
     return Prefix(found.keys[:, 0], found.values[:, 0])
 
 
@@ -47,9 +47,9 @@ def moved(backbone: Backbone, cached: Prefix) -> Prefix:
 def rotated(backbone: Backbone, keys: Tensor, by: int) -> Tensor:
     """Keys [L, J, p, D] after the model's own RoPE for the position `by`, which may be negative; of one length."""
     L, _, p, _ = keys.shape
-    embeddings = torch.zeros(p, 1, backbone.hidden_size)
+    embeddings = torch.zeros(p, 1, backbone.hidden_size, dtype=backbone.model.dtype)
     with _given(backbone, keys):
-        found, _ = _cache_at(backbone, embeddings, torch.full((p, 1), by))  # each token is a sequence
+        found = cached_at(backbone, torch.full((p, 1), by), inputs_embeds=embeddings)  # each token is a sequence
     turned = found.keys[..., 0, :].transpose(1, 2)  # [L, J, p, D]
     # YaRN scales by a factor as well, which what comes from a cache has already.
     before, after = (each.flatten(1).norm(dim=1) for each in (keys, turned))  # [L]
@@ -85,14 +85,14 @@ def _probe(backbone: Backbone) -> None:
     """Compute a few random tokens at two places."""
     table = decoder(backbone.model).get_input_embeddings().weight
     some = torch.randint(len(table), (PROBE,), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(PROBE)[None]
+    positions, embeddings = torch.arange(PROBE)[None], table[some][None]
     try:
-        here, hidden = _cache_at(backbone, table[some][None], positions)
-        there, same = _cache_at(backbone, table[some][None], positions - PROBE)
+        here = cached_at(backbone, positions, inputs_embeds=embeddings)
+        there = cached_at(backbone, positions - PROBE, inputs_embeds=embeddings)
         turned = rotated(backbone, here.keys[:, 0], -PROBE)
     except (IndexError, RuntimeError) as error:
         raise UnsupportedModel(f"an imported memory cannot be moved in this model: {error}") from error
-    pairs = ((hidden, same), (here.values, there.values), (turned, there.keys[:, 0]))
+    pairs = ((here.hidden, there.hidden), (here.values, there.values), (turned, there.keys[:, 0]))
     if not all(torch.allclose(a, b, rtol=0, atol=TOLERANCE * float(a.abs().max())) for a, b in pairs):
         raise UnsupportedModel(
             "an imported memory needs attention to distances alone, and this model computes something else for the "
@@ -106,27 +106,6 @@ def _kinds_of_rope(parameters: Any) -> set[str]:
         return set()
     of_layers = [each for each in parameters.values() if isinstance(each, Mapping)]
     return {str(each.get("rope_type", "default")) for each in of_layers or [parameters]}
-
-
-@torch.no_grad()
-def _cache_at(backbone: Backbone, embeddings: Tensor, positions: Tensor) -> tuple[Prefix, Tensor]:
-    """What n sequences leave in the cache, keys and values [L, n, J, T, D], and their hidden states [n, T, d].
-
-    Args:
-        embeddings: [n, T, d]
-        positions: [n, T] int64
-    """
-    cache, device = DynamicCache(), backbone.device
-    hidden = decoder(backbone.model)(
-        inputs_embeds=embeddings.to(device, backbone.model.dtype),
-        position_ids=positions.to(device),
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state
-    keys, values = (
-        torch.stack([getattr(layer, name) for layer in cache.layers]).float().cpu() for name in ("keys", "values")
-    )
-    return Prefix(keys, values), hidden.float().cpu()
 
 
 @contextlib.contextmanager
