@@ -57,9 +57,16 @@ def make_contents(model: Path, work: Path) -> dict[Content, Path]:
     return paths
 
 
-def random_bundle(backbone: BackboneFingerprint, entries: int) -> Bundle:
-    """A merged memory of so many entries; no two are to give the same answer."""
-    layers, generator = backbone.num_layers, torch.Generator().manual_seed(entries)
+def random_bundle(
+    backbone: BackboneFingerprint, entries: int, seed: int | None = None, task: str = "random", **fields: Any
+) -> Bundle:
+    """A merged memory of so many entries, or what other fields make of it; no two are to give the same answer.
+
+    Args:
+        seed: their number if None.
+    """
+    seed = entries if seed is None else seed
+    layers, generator = backbone.num_layers, torch.Generator().manual_seed(seed)
     payload = (layers, entries, backbone.num_kv_heads, PAYLOAD_TOKENS, backbone.head_dim)
     return Bundle.create(
         retrieval_keys=normalize(torch.randn(entries, backbone.hidden_size, generator=generator), dim=1),
@@ -70,10 +77,10 @@ def random_bundle(backbone: BackboneFingerprint, entries: int) -> Bundle:
         layer_bias=torch.zeros(layers),
         backbone=backbone,
         budget=entries,
-        entries=tuple(EntryRecord(id=f"random/{n}", task="random", source_digest=f"{n:064x}") for n in range(entries)),
-        weighting="prior",
+        entries=tuple(EntryRecord(id=f"{task}/{n}", task=task, source_digest=f"{n:064x}") for n in range(entries)),
         recipe="random",
         settings={},
+        **({"weighting": "prior"} | fields),
     )
 
 

@@ -7,17 +7,14 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch.nn.functional import normalize
-
 from benchmarks.chat import Message
+from benchmarks.churn.crowd import PAYLOAD_TOKENS, random_bundle
 from inducekv_vllm.backbone.stored_facts import FactReader
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, EntryRecord, write_bundle
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, write_bundle
 from inducekv_vllm.teaching import fact_of, taught
 
 KINDS = ("facts", "task", "both")
 SMALLEST, LARGEST = 20e3, 4e6  # bytes of a bundle's entries
-PAYLOAD_TOKENS = 8
 FACTS = 20
 PLAIN = "Which guild bakes bread?"  # what is asked of a bundle without facts
 
@@ -63,23 +60,7 @@ def made(reader: FactReader, number: int, rng: random.Random) -> tuple[Member, B
 
 def random_task(backbone: BackboneFingerprint, nbytes: float, seed: int) -> Bundle:
     """A task of random entries, of about so many bytes. No two are to give the same answer."""
-    layers, generator = backbone.num_layers, torch.Generator().manual_seed(seed)
-    heads = layers * backbone.num_kv_heads * PAYLOAD_TOKENS * backbone.head_dim
+    heads = backbone.num_layers * backbone.num_kv_heads * PAYLOAD_TOKENS * backbone.head_dim
     entries = max(1, round(nbytes / (2 * (2 * heads + backbone.hidden_size))))
-    payload = (layers, entries, backbone.num_kv_heads, PAYLOAD_TOKENS, backbone.head_dim)
-    return Bundle.create(
-        retrieval_keys=normalize(torch.randn(entries, backbone.hidden_size, generator=generator), dim=1),
-        payload_keys=torch.randn(payload, generator=generator),
-        payload_values=torch.randn(payload, generator=generator),
-        temperature=0.07,
-        value_gates=torch.full((layers,), 0.5),
-        layer_bias=torch.zeros(layers),
-        backbone=backbone,
-        budget=entries,
-        entries=tuple(EntryRecord(id=f"task/{n}", task="task", source_digest=f"{n:064x}") for n in range(entries)),
-        weighting="uniform",
-        form="decoupled",
-        activations={"task": "generation"},
-        recipe="random",
-        settings={"seed": seed},
-    )
+    form = {"weighting": "uniform", "form": "decoupled", "activations": {"task": "generation"}}
+    return random_bundle(backbone, entries, seed, "task", **form)
