@@ -20,11 +20,7 @@ Cells = Sequence[Mapping[str, Any]]
 
 def table(cells: Cells) -> Iterator[str]:
     """Of bundles of three tasks with 128 examples: each set by the gate, then means over sets by method."""
-    shown = [
-        cell
-        for cell in cells
-        if (cell["tasks"], cell["examples"]) == (3, 128) and not (cell["near_misses"] or cell.get("traffic"))
-    ]
+    shown = [cell for cell in cells if (cell["tasks"], cell["examples"]) == (3, 128) and not any(_given(cell))]
     yield f"| of three tasks with 128 examples | {' | '.join(HEAD)} |"
     yield "|---" * (len(HEAD) + 1) + "|"
     for name in SETS:
@@ -45,7 +41,7 @@ def table(cells: Cells) -> Iterator[str]:
 def others(cells: Cells) -> Iterator[str]:
     """The gate on bundles of other sizes: means over sets."""
     sizes = dict.fromkeys(map(_size, cells))
-    yield f"| tasks, examples, `--not`, `--background` | {' | '.join(HEAD)} |"
+    yield f"| tasks, examples, `--not`, `--background`, layers | {' | '.join(HEAD)} |"
     yield "|---" * (len(HEAD) + 1) + "|"
     for size in sorted(sizes):
         of_size = [cell for cell in cells if _size(cell) == size]
@@ -53,8 +49,14 @@ def others(cells: Cells) -> Iterator[str]:
         yield _row(f"{', '.join(map(str, size))} ({sets})", means(of_size, GATE), "opened")
 
 
-def _size(cell: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    return cell["tasks"], cell["examples"], cell["near_misses"], cell.get("traffic", 0)
+def _size(cell: Mapping[str, Any]) -> tuple[int, int, int, int, str]:
+    near_misses, traffic, layers = _given(cell)
+    return cell["tasks"], cell["examples"], near_misses, traffic, "+".join(map(str, layers)) or "default"
+
+
+def _given(cell: Mapping[str, Any]) -> tuple[int, int, Sequence[int]]:
+    """Near-misses, other traffic, and the layers that the gate looks at if they are not the usual ones."""
+    return cell["near_misses"], cell.get("traffic", 0), cell.get("layers") or ()
 
 
 def _row(name: str, numbers: Mapping[str, float], measure: str) -> str:
