@@ -80,6 +80,19 @@ def test_facts_are_shown_in_pages_that_say_so() -> None:
     ]
 
 
+@pytest.mark.skipif(NODE is None, reason="there is no Node.js")
+def test_the_decisions_nearest_to_the_threshold_are_shown_alone() -> None:
+    """Of 40 decisions, 15 of them open and one without a gate."""
+    script = re.findall(r"<script[^>]*>(.*)</script>", PAGE, re.DOTALL)[0]
+    assert NODE is not None
+    done = subprocess.run([NODE, "-"], input=DOCUMENT + script + NEAREST, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    all_of_them, alone = json.loads(done.stdout)
+    assert len(all_of_them) == 40
+    closed, opened = ([f"{-n / 10:.2f}" for n in range(1, 11)], [f"{n / 10:.2f}" for n in range(1, 11)])
+    assert alone == [*closed, *opened]
+
+
 DOCUMENT = """
 class Element {
   children = []; text = ""; value = ""; listeners = {};
@@ -93,17 +106,35 @@ class Element {
 const elements = {};
 globalThis.document = { getElementById: id => elements[id] ??= new Element(), createElement: () => new Element() };
 let facts = Array.from({ length: 450 }, (_, n) => ({ id: `e${n}`, task: "t", question: "q", answer: "a" }));
+let decisions = [];
 const card = () => ({ name: "m", digest: "d", tasks: {}, facts: facts.length, file_bytes: 1, versions: [{}] });
 globalThis.fetch = async (address, { method }) => {
   const url = new URL(address, "http://server"), after = url.searchParams.get("after");
   if (method === "DELETE") facts = facts.filter(fact => !url.pathname.endsWith(`/${fact.id}`));
   const begin = after === null ? 0 : facts.findIndex(fact => fact.id === after) + 1;
   const end = begin + Number(url.searchParams.get("limit"));
-  const found = url.pathname.endsWith("/examples") ? facts.slice(begin, end) : [card()];
+  const found = url.pathname.endsWith("/examples") ? facts.slice(begin, end)
+    : url.pathname.endsWith("/memory_decisions") ? decisions : [card()];
   const ok = after === null || begin > 0;
   return { ok, json: async () => ({ data: found, has_more: end < facts.length, version: "1", vllm_version: "1" }) };
 };
 document.getElementById("bundle").value = "m";
+"""
+NEAREST = """
+const upTo = (count, sign) => Array.from({ length: count }, (_, n) => sign * (n + 1) / 10);
+const margins = [...upTo(24, -1), ...upTo(15, 1)];
+const decision = gate => ({ at: 0, bundle: "m", gate, facts: [], missed: null });
+decisions = [...margins.map(m => decision({ open: m > 0, task: null, margins: { other: -9, t: m } })), decision(null)];
+decisions.sort((a, b) => String(a.gate?.margins.t).localeCompare(String(b.gate?.margins.t)));
+keys.admin = "k";
+const column = () => elements.decisions.children.map(row => row.children[3].textContent);
+(async () => {
+  await showDecisions();
+  const before = column();
+  elements.nearest.checked = true;
+  await showDecisions();
+  console.log(JSON.stringify([before, column()]));
+})();
 """
 CLICKS = """
 const seen = [], settled = () => new Promise(done => setTimeout(done, 20));
