@@ -20,6 +20,7 @@ import itertools
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -221,17 +222,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def means(cells: Sequence[Mapping[str, Any]], method: str) -> dict[str, float]:
-    """Of a method over cells: each measure's mean, kinds under "opened KIND"."""
-    rows = [cell["methods"][method] for cell in cells if method in cell["methods"]]
-    numbers: dict[str, list[float]] = {}
-    for row in rows:
+    """Of a method over cells: each measure's mean over sets, of a set over its cells; kinds under "opened KIND"."""
+    numbers: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for cell in cells:
+        row = cell["methods"].get(method, {})
         for name in ("routed", "routed_wrapped", "auroc", "fit_seconds", "decision_ms", "bytes"):
             if name in row:
-                numbers.setdefault(name, []).append(row[name])
+                numbers[name][cell["set"]].append(row[name])
         for name in ("opened", "opened_at_95"):
-            for kind, share in row[name].items():
-                numbers.setdefault(f"{name} {kind}", []).append(share)
-    return {name: float(np.mean(values)) for name, values in numbers.items()}
+            for kind, share in row.get(name, {}).items():
+                numbers[f"{name} {kind}"][cell["set"]].append(share)
+    return {name: float(np.mean([np.mean(of_set) for of_set in sets.values()])) for name, sets in numbers.items()}
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ def table(cells: Cells) -> Iterator[str]:
         if of_set:
             yield _row(name, means(of_set, GATE), "opened")
     yield _row("**mean**", means(shown, GATE), "opened")
-    methods = dict.fromkeys(method for cell in shown for method in cell["methods"])
-    measured_on = {method: tuple(cell["set"] for cell in shown if method in cell["methods"]) for method in methods}
-    for sets in dict.fromkeys(measured_on.values()):  # some may not be measured on all sets yet
-        of_sets = [cell for cell in shown if cell["set"] in sets]
-        for method in (GATE, *(each for each in methods if each != GATE and measured_on[each] == sets)):
-            yield _row(
-                f"at 95% recall, {', '.join(dict.fromkeys(sets))}: {method}", means(of_sets, method), "opened_at_95"
-            )
+    # Some rivals may not be measured on all of them: the gate stands beside them on the same.
+    rivals = dict.fromkeys(method for cell in shown for method in cell["methods"] if method != GATE)
+    places = {rival: tuple(at for at, cell in enumerate(shown) if rival in cell["methods"]) for rival in rivals}
+    for common in dict.fromkeys(places.values()):
+        of_them = [shown[at] for at in common]
+        sets = ", ".join(dict.fromkeys(cell["set"] for cell in of_them))
+        for method in (GATE, *(rival for rival in rivals if places[rival] == common)):
+            yield _row(f"at 95% recall, {sets}: {method}", means(of_them, method), "opened_at_95")
 
 
 def others(cells: Cells) -> Iterator[str]:
