@@ -57,10 +57,8 @@ def gate_fit(options: argparse.Namespace) -> int:
         fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, layers=gate.layers)
     else:
         fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed)
-    counts = {"base_questions": len(base), "background_requests": len(background)}
-    counts |= {"near_misses": len(near_misses)} if near_misses else {}
     traffic_count = {} if traffic is None else {"traffic_requests": len(traffic)}
-    after = bundle.with_gate(fitted.gate, {"gate_misses": fitted.misses, **counts, **traffic_count})
+    after = bundle.with_gate(fitted.gate, {**fitted.recorded(base, background, near_misses), **traffic_count})
     write_bundle(after, options.output)
     print(f"{options.output}: a gate for {', '.join(gate.tasks)}, digest {after.digest}")
     print_fitted(fitted)

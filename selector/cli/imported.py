@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 from inducekv_vllm.bundle import PayloadDtype, write_bundle
 from inducekv_vllm.errors import ConfigError
 
+from ..gate.settings import fit_options
 from ..runtime.files import require_output
 from ..runtime.progress import note
 from .gate_questions import add_fit_flags, fit_settings, read_background_of
@@ -78,9 +79,7 @@ def _fitted(backbone: Backbone, task: str, options: argparse.Namespace) -> Fitte
         base,
         background=background,
         near_misses=near_misses,
-        misses=settings.gate_misses,
-        seed=settings.seed,
-        kind=settings.gate_kind,
+        **fit_options(settings),
     )
 
 

@@ -23,6 +23,7 @@ from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
+from ..gate.settings import fit_options
 from ..refined.candidates import LEARNING_RATES, RUNGS, Candidate, Search, best_of
 from ..refined.duration import seconds_of_search
 from ..refined.report import report_update
@@ -89,9 +90,7 @@ def update_document(
             inputs.base,
             background=inputs.background,
             near_misses=inputs.near_misses,
-            misses=settings.gate_misses,
-            seed=settings.seed,
-            kind=settings.gate_kind,
+            **fit_options(settings),
         )
     with phases.phase("train"), tiled_attention(backbone):
         begun = candidates(backbone, token_ids, training, validation, settings, inputs.previous, checkpoint)
@@ -263,8 +262,7 @@ def _bundle(
     num_tokens: int,
 ) -> Bundle:
     memory = found.memory
-    counts = {"base_questions": len(inputs.base), "background_requests": len(inputs.background)}
-    counts |= {"near_misses": len(inputs.near_misses), "document_tokens": num_tokens}
+    counts = {"document_tokens": num_tokens, **fitted.recorded(inputs.base, inputs.background, inputs.near_misses)}
     chosen = {"learning_rate": found.learning_rate, "form": memory.form, "start": found.start}
     calibration: dict[str, Any] = {name: getattr(memory, name) for name in ("temperature", "value_gates", "layer_bias")}
     tensors: dict[str, Any] = {name: getattr(memory, name) for name in ENTRY_AXES}
@@ -278,7 +276,7 @@ def _bundle(
         weighting=memory.weighting,
         form=memory.form,
         recipe=DOCUMENT,
-        settings=settings.model_dump() | chosen | counts | {"gate_misses": fitted.misses},
+        settings=settings.model_dump() | chosen | counts,
         gate=fitted.gate,
         activations={document.name: found.activation} if memory.form == "decoupled" else {},
     )

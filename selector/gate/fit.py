@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class FittedGate:
     seconds: Mapping[str, float] = field(default_factory=dict)  # of a whole fit, by what it took them for
     misses: float = 0.0  # the share of own questions that it may miss
     warnings: tuple[str, ...] = ()  # why the gate may not be of use
+
+    def recorded(
+        self, base: Sequence[Example], background: Sequence[Example], near_misses: Sequence[Example]
+    ) -> dict[str, Any]:
+        """What a bundle's settings have of the fit, and of what the gate is to stay closed for."""
+        counts = {"base_questions": len(base), "background_requests": len(background)}
+        return {"gate_misses": self.misses, **counts} | ({"near_misses": len(near_misses)} if near_misses else {})
 
 
 def fit_gate(

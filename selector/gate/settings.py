@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, Protocol
 
 from pydantic import Field
 
@@ -36,6 +36,24 @@ class GateSettings(Settings):
     gate_kind: GateKind = None
     gate_misses: Misses = None
     seed: Seed = 0
+
+
+class FitsGate(Protocol):
+    """Settings that a gate is fitted with, among others."""
+
+    @property
+    def gate_kind(self) -> Kind | None: ...
+
+    @property
+    def gate_misses(self) -> float | None: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+def fit_options(settings: FitsGate) -> dict[str, Any]:
+    """The arguments of `selector.gate.fit.fit_gate` that settings decide."""
+    return {"misses": settings.gate_misses, "seed": settings.seed, "kind": settings.gate_kind}
 
 
 def kind_of(gate: Gate) -> Kind:

@@ -20,6 +20,7 @@ from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..gate.fit import FittedGate, fit_gate
+from ..gate.settings import fit_options
 from ..runtime.callback import Callback
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
@@ -75,13 +76,9 @@ def update_refined(
             inputs.base,
             background=inputs.background,
             near_misses=inputs.near_misses,
-            misses=settings.gate_misses,
-            seed=settings.seed,
-            kind=settings.gate_kind,
+            **fit_options(settings),
         )
-    counts: dict[str, Any] = {"anchors": len(inputs.anchors), "base_questions": len(inputs.base)}
-    counts |= {"background_requests": len(inputs.background), "gate_misses": fitted.misses}
-    counts |= {"near_misses": len(inputs.near_misses)} if inputs.near_misses else {}
+    counts = {"anchors": len(inputs.anchors), **fitted.recorded(inputs.base, inputs.background, inputs.near_misses)}
     bundle, facts = None, dict[str, Any]()
     found: Search | None = None
     if settings.facts == "search" and settings.form == "decoupled":

@@ -20,7 +20,7 @@ from inducekv_vllm.errors import BundleError
 from ..backbone.model import Backbone
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
-from ..gate.settings import GateSettings
+from ..gate.settings import GateSettings, fit_options
 from .settings import ROUTE
 
 
@@ -63,16 +63,13 @@ def route_bundle(
         base,
         background=background,
         near_misses=near_misses,
-        misses=settings.gate_misses,
-        seed=settings.seed,
-        kind=settings.gate_kind,
+        **fit_options(settings),
     )
     bundle = bundle_without_entries(
         backbone.fingerprint,
         recipe=ROUTE,
         settings=settings.model_dump()
-        | {"gate_misses": fitted.misses, "base_questions": len(base), "background_requests": len(background)}
-        | ({"near_misses": len(near_misses)} if near_misses else {})
+        | fitted.recorded(base, background, near_misses)
         | {"questions": {task: len(examples) for task, examples in own.items()}},
         gate=fitted.gate,
         task_adapters=records,
