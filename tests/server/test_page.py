@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -63,14 +64,19 @@ def test_without_the_flag_there_is_no_page(adapted: Adapted) -> None:
         assert (answer.status_code, "--memory-page" in answer.text) == (404, True)
 
 
-@pytest.mark.skipif(NODE is None, reason="there is no Node.js")
-def test_facts_are_shown_in_pages_that_say_so() -> None:
-    """450 facts: 200 of them at a time; the script runs on a stand-in of a browser's document."""
+def seen_by(steps: str) -> Any:
+    """What a script prints that uses the page; the page's own runs on a stand-in of a browser's document."""
     script = re.findall(r"<script[^>]*>(.*)</script>", PAGE, re.DOTALL)[0]
     assert NODE is not None
-    done = subprocess.run([NODE, "-"], input=DOCUMENT + script + CLICKS, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([NODE, "-"], input=DOCUMENT + script + steps, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node.js")
+def test_facts_are_shown_in_pages_that_say_so() -> None:
+    """450 facts: 200 of them at a time."""
+    assert seen_by(CLICKS) == [
         [200, "e0", "Facts 1 to 200 of 450  Next"],
         [200, "e200", "Facts 201 to 400 of 450  Previous Next"],
         [50, "e400", "Facts 401 to 450 of 450  Previous"],
@@ -83,11 +89,7 @@ def test_facts_are_shown_in_pages_that_say_so() -> None:
 @pytest.mark.skipif(NODE is None, reason="there is no Node.js")
 def test_the_decisions_nearest_to_the_threshold_are_shown_alone() -> None:
     """Of 40 decisions, 15 of them open and one without a gate."""
-    script = re.findall(r"<script[^>]*>(.*)</script>", PAGE, re.DOTALL)[0]
-    assert NODE is not None
-    done = subprocess.run([NODE, "-"], input=DOCUMENT + script + NEAREST, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    all_of_them, alone = json.loads(done.stdout)
+    all_of_them, alone = seen_by(NEAREST)
     assert len(all_of_them) == 40
     closed, opened = ([f"{-n / 10:.2f}" for n in range(1, 11)], [f"{n / 10:.2f}" for n in range(1, 11)])
     assert alone == [*closed, *opened]
