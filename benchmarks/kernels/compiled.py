@@ -80,10 +80,11 @@ def main() -> int:
 
 
 def cases(rows: Sequence[int], forms: Sequence[Form], has_maps: bool = True) -> Iterator[Case]:
-    """A short and a long memory; decoupled memory has maps, if not of latents."""
+    """A short and a long memory; decoupled memory with maps, if not of latents, and without."""
     for number, entries, form in itertools.product(rows, (4, 72), forms):
         phase: Phase = "decode" if number <= 256 else "prefill"
-        yield Case(phase, number, entries, form, map_rows=16 if form == "decoupled" and has_maps else 0)
+        for map_rows in {0, 16 if form == "decoupled" and has_maps else 0}:
+            yield Case(phase, number, entries, form, map_rows)
 
 
 def compiled(workload: Workload, capability: int) -> dict[str, int]:

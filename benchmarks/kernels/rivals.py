@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from torch.nn.functional import pad
 from benchmarks.geometries import Geometry
 from benchmarks.kernels.timing import microseconds
 from benchmarks.kernels.workloads import FORMS, TOLERANCE, Case, Workload, build, deviation, with_sqrt_weighting
+from inducekv_vllm.vllm_seams.device import device_of
 
+_device = cache(device_of)
 Attended = tuple[Tensor, Tensor]  # output [n, R, H, D], log-sum-exp [n, R, H] float32
 HALF = (torch.float16, torch.bfloat16)
 
@@ -115,6 +117,14 @@ class Inputs:
         return self.attend(*self.caches[layer], causal=self.causal)[0]
 
     def by_kernels(self, workload: Workload, layer: int) -> Tensor:
+        if workload.shape.beside:
+            device = _device(workload.query.device)
+            with device.forked():
+                read = workload.read_beside(layer)
+            output = self.without_memory(layer)
+            device.join()
+            workload.add_read(read, output)
+            return output
         output, lse = self.attend(*self.caches[layer], causal=self.causal)
         workload.with_lse(lse).add_memory(output, layer)
         return output

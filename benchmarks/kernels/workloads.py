@@ -103,7 +103,19 @@ class Workload:
     self_lse: Tensor | None  # [R, H] float32, if the launch may be for merged memory
 
     def add_memory(self, output: Tensor, layer: int = 0) -> None:
-        launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
+        if self.shape.beside:
+            self.add_read(self.read_beside(layer), output)
+        else:
+            launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
+
+    def read_beside(self, layer: int) -> Tensor:
+        """What a launch beside self-attention reads: [R, H, V] float32."""
+        read = torch.empty_like(self.self_output, dtype=torch.float32)
+        launch.add_memory(self.pools[layer], self.tables, self.step, self.query, read, *self._rest())
+        return read
+
+    def add_read(self, read: Tensor, output: Tensor) -> None:
+        launch.add_read(self.step, read, output, self.shape)
 
     def with_lse(self, lse: Tensor) -> Workload:
         """The same step behind a self-attention of log-sum-exp [R, H], which not every launch takes."""
@@ -112,7 +124,8 @@ class Workload:
     def by_twin(self, layer: int = 0) -> Tensor:
         """The output in float32, which is not rounded to the kernels' precision."""
         output = self.self_output.to(torch.float32, copy=True)
-        twin.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
+        behind = replace(self.shape, beside=False)
+        twin.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest()[:2], behind)
         return output
 
     def _rest(self) -> tuple[Tensor | None, float, LaunchShape]:
@@ -158,7 +171,12 @@ def plan_of(
     )
     rows = case.memory_rows
     is_graph = case.phase == "decode" and in_graph
-    shape = engine.of_graph(case.rows, lse=engine.has_maps) if is_graph else engine.of_step(rows)
+    if not is_graph:
+        shape = engine.of_step(rows)
+    elif rows.maps or rows.merged:
+        shape = engine.of_graph(case.rows, maps=engine.has_maps, lse=engine.has_maps)
+    else:
+        shape = replace(engine.of_graph(case.rows, maps=False, lse=False), beside=engine.has_maps)
     return shape, plan_tiles(rows.slots, rows.lengths, shape)
 
 

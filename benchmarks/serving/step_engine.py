@@ -33,6 +33,9 @@ SPARE = 10  # tokens of each request beyond the steps that are looked at
 CONTEXT = 4096
 KV_CACHE_GIB = 8, 0.25  # on a GPU, on a CPU
 MOST_KERNELS = 60  # of a row
+WORDS = " red blue green" * 80
+PROMPTS = 13  # of which the first is not counted
+FIRST_PROMPT = 10_000  # the numbers of what was asked before are lower
 RUNTIME_CALLS = (
     "cudaLaunch",
     "cudaMemcpy",
@@ -102,16 +105,43 @@ def profiled(
     """The row of `requests` requests that generate together."""
     from vllm import SamplingParams
 
-    words = " red blue green" * 40
-    chats = [[{"role": "user", "content": f"how many squares are there {n}{words}"}] for n in range(requests)]
-    params = SamplingParams(temperature=0.0, max_tokens=SETTLING + TIMED + steps + SPARE, ignore_eos=True)
-    with watched(llm.llm_engine, steps) as seen:
+    def ask(numbers: Iterable[int], tokens: int) -> list[Decision | None]:
+        chats = [[{"role": "user", "content": f"how many squares are there {n}{WORDS}"}] for n in numbers]
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         if offline is None or memory is None:
             llm.chat(chats, params, use_tqdm=False)
-            decisions = []
-        else:
-            decisions = [answer.decision for answer in offline.chat(chats, params, memory=memory)]
-    return row_of(seen.seconds, seen.events, steps) | decided([each for each in decisions if each is not None])
+            return []
+        return [answer.decision for answer in offline.chat(chats, params, memory=memory)]
+
+    with watched(llm.llm_engine, steps) as seen:
+        decisions = ask(range(requests), SETTLING + TIMED + steps + SPARE)
+    row = row_of(seen.seconds, seen.events, steps) | decided([each for each in decisions if each is not None])
+    return row | of_prompts(llm.llm_engine, ask, requests)
+
+
+def of_prompts(engine: Any, ask: Callable[[Iterable[int], int], object], requests: int) -> dict[str, float]:
+    """All steps of one token's answers to new prompts: their milliseconds, and how many they are."""
+    spent, step = list[list[float]](), engine.step
+
+    def timed() -> Any:
+        start = time.perf_counter()
+        outputs = step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        spent[-1].append(time.perf_counter() - start)
+        return outputs
+
+    engine.step = timed
+    try:
+        for turn in range(1, PROMPTS + 1):
+            spent.append([])
+            ask(range(turn * FIRST_PROMPT, turn * FIRST_PROMPT + requests), 1)
+    finally:
+        engine.step = step
+    return {
+        "prompt_ms": round(1000 * median(map(sum, spent[1:])), 4),
+        "prompt_steps": median(map(len, spent[1:])),
+    }
 
 
 def decided(decisions: Sequence[Decision]) -> dict[str, int]:

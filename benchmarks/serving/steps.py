@@ -3,7 +3,8 @@
 Methods are those of `benchmarks.serving`: `none` is an engine without plugins, `idle` one with the plugin and no memory
 in the step, and then memory behind a gate. torch's profiler counts over some steps the kernels and copies on the
 device, their time, and the calls of the CUDA runtime. `step_ms` is the time of a step on the host, where it waits for
-the device, without the profiler; on a CPU only that is known.
+the device, without the profiler, and `prompt_ms` that of all steps of an answer of one token to a prompt that is new;
+on a CPU only these are known.
 
 The two engines have processes of their own, one after the other, and each method has a time limit. The file is complete
 after every method, so a run that is cut off keeps what it has. It is `benchmarks/results/steps_MODEL_DTYPE.json`, or
@@ -40,7 +41,7 @@ from benchmarks.serving.step_record import StepRecord
 RESULTS: Final = Path(__file__).parents[1] / "results"
 ENGINE: Final = ("-m", "benchmarks.serving.step_engine")
 KINDS: Final = ("closed", "same_pass", "generation", "prompt")
-COLUMNS: Final = ("step_ms", "device_launches", "copies", "device_ms")  # of a row
+COLUMNS: Final = ("step_ms", "device_launches", "copies", "device_ms", "prompt_ms")  # of a row
 
 
 def main() -> int:

@@ -34,6 +34,14 @@ class AddsMemory(Protocol):
         """
         ...
 
+    def read_beside(self, layer: int, query: Tensor, scale: float) -> None:
+        """Self-attention of these queries [rows, H, D] comes next; what memory needs of them alone may run beside it.
+
+        Args:
+            scale: the softmax scale.
+        """
+        ...
+
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """Add the step's memory to the output of a layer's self-attention, in place.
 
@@ -67,6 +75,11 @@ def attach(impl: Any, layer_index: int, memory: AddsMemory) -> None:
     impl.layer_index, impl.memory = layer_index, memory
 
 
+def _unquantised(query: Tensor, output: Tensor, layer: Any) -> Tensor:
+    """Queries, which vLLM may have quantised for the KV cache."""
+    return query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale.to(output.dtype)
+
+
 @cache
 def _with_memory(base: Any) -> type:
     class MemoryImpl(base):  # type: ignore[misc]
@@ -91,6 +104,8 @@ def _with_memory(base: Any) -> type:
         ) -> Tensor:
             is_profiling, num_rows = attn_metadata is None, len(query)
             self.keeps_lse = not is_profiling and self.memory.needs_lse(num_rows)
+            if not is_profiling and self.memory.acts(num_rows):
+                self.memory.read_beside(self.layer_index, _unquantised(query, output, layer), self.scale)
             result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if is_profiling:
                 return result
@@ -103,9 +118,7 @@ def _with_memory(base: Any) -> type:
                 decide()  # memory may act from this layer on
             if not self.memory.acts(num_rows):
                 return result
-            if query.dtype != output.dtype:  # quantised for the KV cache
-                query = query.to(output.dtype) * layer._q_scale.to(output.dtype)
-            self.memory.add(self.layer_index, query, output, lse, self.scale)
+            self.memory.add(self.layer_index, _unquantised(query, output, layer), output, lse, self.scale)
             return result
 
     MemoryImpl.__name__ = MemoryImpl.__qualname__ = f"Memory{base.__name__}"

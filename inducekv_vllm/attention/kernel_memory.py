@@ -2,6 +2,11 @@
 
 Decoupled memory works around any attention backend. Merged memory needs the log-sum-exp of self-attention, which
 FlashAttention gives (`merged/flash.py`).
+
+CUDA graphs are captured for three kinds of steps, and each step chooses. Those without memory launch nothing of it. In
+those with decoupled memory without maps, which needs queries alone, a branch on another stream reads it beside
+self-attention. In the others memory is added behind self-attention, as in steps without a graph: their launches cost
+the host more than the device.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from ..vllm_seams.device import Device
 from ..vllm_seams.logs import logger_of
 from ..vllm_seams.requirements import check_merged
 from .attach import KeepsLse
-from .kernel_step import GraphBuffers, StepLaunch, rows_with_memory
+from .kernel_step import GraphBuffers, GraphKind, StepLaunch, graph_kind, rows_with_memory
 from .kernel_tables import KernelTables
 from .kernels import launch
 from .kernels.geometry import KernelGeometry
@@ -51,17 +56,22 @@ class KernelMemoryAttention:
         model: ModelConfig,
         processors: Processors,
         most_graph_rows: int,
-        add_memory: Callable[..., None] = launch.add_memory,
+        is_beside: bool = True,
+        choose_graphs: Callable[[GraphKind], None] = lambda _: None,
+        kernels: Any = launch,
     ) -> None:
         """Raises UnsupportedModel if the kernels cannot serve this model.
 
         Args:
             most_graph_rows: rows of the largest graph that has attention in it; 0 if there is none.
-            add_memory: `kernels.launch.add_memory`, or another function that does the same.
+            is_beside: graphs read what decoupled memory they can beside self-attention.
+            choose_graphs: called with what the running step needs, and at its end with what no memory needs.
+            kernels: `kernels.launch`, or whatever has an `add_memory` and an `add_read` that do the same.
         """
         self.merged_refusal: UnsupportedModel | None = None
         self._device, self._model = device, model
-        self._most_graph_rows, self._add_memory = most_graph_rows, add_memory
+        self._most_graph_rows, self._is_beside = most_graph_rows, is_beside and pool.shape.has_maps
+        self._choose_graphs, self._kernels = choose_graphs, kernels
         self.most_entries: int | None = tables.most_entries
         self._tables = tables
         self._num_heads = pool.shape.num_kv_heads * pool.shape.heads_per_kv_head
@@ -82,6 +92,8 @@ class KernelMemoryAttention:
         except ValueError as error:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
         self._graphs: GraphBuffers  # from `attach` on
+        self._read: Tensor  # [rows of the largest graph, H, V] float32, beside self-attention; from `attach` on
+        self._captured = GraphKind.NONE  # what is launched outside of steps
         self.deciding: dict[int, Callable[[], None]] = {}
         self._in_step = False
         self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
@@ -94,8 +106,10 @@ class KernelMemoryAttention:
         except UnsupportedModel as refusal:
             self.merged_refusal = refusal
             logger.info("only decoupled memory can be served: %s", refusal)
-        # A graph is captured before the bundles of its steps are known, so it can do every form that is served.
-        self._graphs = GraphBuffers(self._geometry, self._most_graph_rows, self.merged_refusal is None, self._device)
+        can_merge, rows = self.merged_refusal is None, self._most_graph_rows
+        self._graphs = GraphBuffers(self._geometry, rows, can_merge, self._is_beside, self._device)
+        sizes = rows if self._is_beside else 0, self._num_heads, self._geometry.value_size
+        self._read = torch.zeros(sizes, device=self._device.torch_device)
         attach_to_decoders(layers, self)
 
     def cached_values(self, kv_cache: Tensor) -> Tensor:
@@ -113,9 +127,8 @@ class KernelMemoryAttention:
         self._in_step = True
         found = rows_with_memory(acting, sum(rows.num_scheduled))
         if rows.graph_rows is not None:
-            if found is None:
-                self._graphs.clear()
-            else:
+            self._choose_graphs(graph_kind(found))
+            if found is not None:
                 self._graphs.write(rows.graph_rows, found)
         elif found is not None:
             self._step = StepLaunch.of_step(found, self._geometry, self._device)
@@ -134,6 +147,7 @@ class KernelMemoryAttention:
         self._in_step = False
         self._step, self._pieces = None, []
         self.deciding.clear()
+        self._choose_graphs(GraphKind.NONE)  # for vLLM's own dummy steps
 
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
 
@@ -150,34 +164,63 @@ class KernelMemoryAttention:
         """See `AddsMemory`. Here the limits of what loads have to suffice: to look at them would cost every request."""
         return key, value
 
+    def read_beside(self, layer: int, query: Tensor, scale: float) -> None:
+        """See `AddsMemory`."""
+        now = self._launch(len(query))
+        if now is None or not now.shape.beside:
+            return
+        with self._device.forked():
+            self._launch_kernel(layer, now, query, self._read[: len(query)], None, scale)
+
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """See `AddsMemory`."""
-        if (now := self._launch(len(query))) is not None:
-            self._add_memory(
-                self._layers[layer], self._tables.slots, now.tensors, query, output, self_lse, scale, now.shape
-            )
+        now = self._launch(len(query))
+        if now is None:
+            return
+        if now.shape.beside:
+            self._device.join()
+            self._kernels.add_read(now.tensors, self._read[: len(query)], output, now.shape)
+        else:
+            self._launch_kernel(layer, now, query, output, self_lse, scale)
 
     def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
         """See `AddsLatentMemory`. What rows without memory have read is 0."""
         if (whole := self._launch(len(query))) is None:
             return
-        pool, slots = self._layers[layer], self._tables.slots
         for rows, now in self._pieces or [(slice(None), whole)]:
             absorbed = latents.absorbed(query[rows])  # [rows, H, D]
             read = absorbed.new_zeros(*absorbed.shape[:2], latents.value_size)  # [rows, H, V]
-            self._add_memory(pool, slots, now.tensors, absorbed, read, None, latents.scale, now.shape)
+            self._launch_kernel(layer, now, absorbed, read, None, latents.scale)
             latents.add(read, output[rows])
 
     def _launch(self, num_rows: int) -> StepLaunch | None:
         """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""
         if self._in_step:
             return self._step
-        return self._graphs.launch(num_rows) if num_rows <= self._graphs.most_rows else None
+        if self._captured == GraphKind.NONE or num_rows > self._graphs.most_rows:
+            return None
+        return self._graphs.launch(num_rows, self._captured)
+
+    def _launch_kernel(
+        self, layer: int, now: StepLaunch, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float
+    ) -> None:
+        self._kernels.add_memory(
+            self._layers[layer], self._tables.slots, now.tensors, query, output, self_lse, scale, now.shape
+        )
 
     # ---- at start ------------------------------------------------------------------------------------------------
 
+    @property
+    def graph_kinds(self) -> tuple[GraphKind, ...]:
+        """What graphs are captured for."""
+        return self._graphs.kinds
+
+    def capture_for(self, kind: GraphKind) -> None:
+        """The graphs that are captured from now on are for these steps."""
+        self._captured = kind
+
     def warm_up(self) -> None:
-        """Launch every variant of the kernels once without rows, so that no step waits for a compiler.
+        """Compile every variant of the kernels and launch it once without rows, so that no step waits for a compiler.
 
         Raises:
             UnsupportedModel: a variant does not fit the GPU.
@@ -187,15 +230,20 @@ class KernelMemoryAttention:
             torch.zeros(1, self._num_heads, part.shape[-1], dtype=part.dtype, device=device)
             for part in (pool.keys, pool.values)
         )
-        lse = torch.zeros(1, self._num_heads, device=device)
-        variants = self._geometry.variants(lse=self.merged_refusal is None)
-        for shape in variants:
+        lse, read = torch.zeros(1, self._num_heads, device=device), output.float()
+        launches = []
+        for shape in self._geometry.variants(lse=self.merged_refusal is None, is_beside=self._is_beside):
             step = StepTensors.from_plan(idle_plan(shape), self._geometry.kv_heads, device)
+            launches.append((step, query, read if shape.beside else output, lse if shape.lse else None, 1.0, shape))
+        launch.compile_all([launch.arguments_of(pool, self._tables.slots, *each) for each in launches])
+        for step, *rest, shape in launches:
             try:
-                self._add_memory(pool, self._tables.slots, step, query, output, lse if shape.lse else None, 1.0, shape)
+                self._kernels.add_memory(pool, self._tables.slots, step, *rest, shape)
             except OutOfResources as error:  # only the compiler knows what its code takes
                 raise self._too_large(shape, error) from error
-        logger.info("%d variants of the memory attention kernels are compiled", len(variants))
+            if shape.beside:
+                self._kernels.add_read(step, read, output, shape)
+        logger.info("%d variants of the memory attention kernels are compiled", len(launches))
 
     def _too_large(self, shape: LaunchShape, error: OutOfResources) -> UnsupportedModel:
         g = self._geometry

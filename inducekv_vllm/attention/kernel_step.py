@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 import torch
@@ -40,6 +41,21 @@ def rows_with_memory(acting: Sequence[ActingRows], num_rows: int) -> MemoryRows 
     )
 
 
+class GraphKind(Enum):
+    """What memory the steps have that a CUDA graph is captured for: it launches nothing beyond that."""
+
+    NONE = "no memory"
+    BESIDE = "decoupled memory without maps, which is read beside self-attention"
+    EVERY = "memory of every form"
+
+
+def graph_kind(rows: MemoryRows | None) -> GraphKind:
+    """Of a step with these rows."""
+    if rows is None:
+        return GraphKind.NONE
+    return GraphKind.EVERY if rows.maps or rows.merged else GraphKind.BESIDE
+
+
 @dataclass(frozen=True, eq=False)
 class StepLaunch:
     """What every layer launches in a step."""
@@ -59,26 +75,35 @@ class StepLaunch:
 class GraphBuffers:
     """The plan of the running step, at addresses that captured graphs know.
 
-    One graph runs at a time, so the graphs of all sizes share the buffers. Between steps with memory they are idle.
+    One graph runs at a time, so the graphs of all sizes and kinds share the buffers.
     """
 
-    def __init__(self, geometry: KernelGeometry, most_rows: int, lse: bool, device: Device) -> None:
-        """`most_rows` of the largest graph; 0 if no graph has attention in it."""
+    def __init__(self, geometry: KernelGeometry, most_rows: int, lse: bool, is_beside: bool, device: Device) -> None:
+        """`most_rows` of the largest graph, 0 if no graph has attention in it; `is_beside` if memory may be read so."""
         self.most_rows = most_rows
-        self._geometry, self._lse, self._device = geometry, lse, device
-        sizes = [self.shape(rows).plan_sizes for rows in range(1, most_rows + 1)]
+        self._geometry, self._lse, self._is_beside, self._device = geometry, lse, is_beside, device
+        with_memory = [kind for kind in self.kinds if kind != GraphKind.NONE]
+        sizes = [self.shape(rows, kind).plan_sizes for rows in range(1, most_rows + 1) for kind in with_memory]
         numbers = [max(math.prod(size) for size in each) for each in zip(*sizes, strict=True)]
         self._arrivals = _no_arrivals(most_rows, geometry, device)
         self._plan = [torch.zeros(n, dtype=torch.int32, device=device.torch_device) for n in numbers]
-        self._written: tuple[int | bytes, ...] | None = None  # what the buffers hold; None: they are idle
+        self._written: tuple[int | GraphKind | bytes, ...] | None = None  # what the buffers hold
 
-    def shape(self, num_rows: int) -> LaunchShape:
+    @property
+    def kinds(self) -> tuple[GraphKind, ...]:
+        """That graphs are captured for."""
+        beside_is_every = not self._geometry.has_maps and not self._lse
+        return (GraphKind.NONE, GraphKind.BESIDE) if beside_is_every else tuple(GraphKind)
+
+    def shape(self, num_rows: int, kind: GraphKind) -> LaunchShape:
         """Of the launch in a graph of this many rows."""
-        return self._geometry.of_graph(num_rows, self._lse)
+        if kind == GraphKind.EVERY:
+            return self._geometry.of_graph(num_rows, maps=self._geometry.has_maps, lse=self._lse)
+        return replace(self._geometry.of_graph(num_rows, maps=False, lse=False), beside=self._is_beside)
 
-    def launch(self, num_rows: int) -> StepLaunch:
+    def launch(self, num_rows: int, kind: GraphKind) -> StepLaunch:
         """What a graph of this many rows launches; it reads the buffers."""
-        shape = self.shape(num_rows)
+        shape = self.shape(num_rows, kind)
         sized = zip(self._plan, shape.plan_sizes, strict=True)
         plan = [buffer[: math.prod(size)].view(size) for buffer, size in sized]
         return StepLaunch(shape, StepTensors.of(plan, self._arrivals))
@@ -86,20 +111,15 @@ class GraphBuffers:
     def write(self, num_rows: int, rows: MemoryRows) -> None:
         """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding."""
         # A slot that is written anew may have another length, and then its tokens are shared out anew.
-        new = (num_rows, rows.slots.tobytes(), rows.lengths.tobytes())
+        kind = graph_kind(rows)
+        new = (num_rows, kind, rows.slots.tobytes(), rows.lengths.tobytes())
         if new == self._written:  # as in most steps
             return
-        launch = self.launch(num_rows)
+        launch = self.launch(num_rows, kind)
         plan = plan_tiles(rows.slots, rows.lengths, launch.shape)
         for own, array in zip(launch.tensors.plan, plan.arrays(), strict=True):
             self._device.write(own, torch.from_numpy(array))
         self._written = new
-
-    def clear(self) -> None:
-        """The step has no memory."""
-        if self._written is not None:
-            self._plan[-1].zero_()  # the number of live tiles
-            self._written = None
 
 
 def _no_arrivals(tiles: int, geometry: KernelGeometry, device: Device) -> Tensor:

@@ -36,6 +36,10 @@ SEAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs": ("scheduler_output",),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs": ("scheduler_output",),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding": (),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._capture_cudagraphs": (
+        *("batch_descriptors", "cudagraph_runtime_mode"),
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.capture": (),
     "vllm.v1.sample.logits_processor:AdapterLogitsProcessor.apply": ("logits",),
     "vllm.v1.sample.logits_processor:AdapterLogitsProcessor.new_req_logits_processor": ("params",),
     "vllm.v1.worker.gpu.sample.logits_processor.interface:LogitsProcessor.apply": ("logits", "ctx"),
@@ -75,7 +79,11 @@ ATTRIBUTES: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
         *("generator", "lora_request", "mm_features", "sampling_params"),
     ),
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("attn_groups", "execute_model_state", "req_states", "sampler"),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+        *("attn_groups", "cudagraph_manager", "execute_model_state", "req_states", "sampler"),
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": ("_capture_descs", "graphs"),
+    "vllm.compilation.cuda_graph:CUDAGraphWrapper": ("concrete_cudagraph_entries",),
     "vllm.v1.worker.gpu.model_runner:ExecuteModelState": ("hidden_states",),
     "vllm.v1.worker.gpu.states:RequestState": (
         *("apply_staged_writes", "num_computed_tokens", "prompt_len", "req_id_to_index", "total_len"),

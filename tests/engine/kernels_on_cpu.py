@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from inducekv_vllm.attention.cpu_ops import packed_values
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
-from inducekv_vllm.attention.kernel_step import StepLaunch
+from inducekv_vllm.attention.kernel_step import GraphKind, StepLaunch
 from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
@@ -54,8 +55,13 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
             self.model_config,
             Processors(count=2),
             most_graph_rows=GRAPH_ROWS[-1],
-            add_memory=some_by_kernels,
+            kernels=SimpleNamespace(add_memory=some_by_kernels, add_read=twin.add_read),
         )
+
+    @property
+    def _most_graph_rows(self) -> int:
+        """No graph is captured."""
+        return 0
 
     def inducekv_calls(self) -> dict[str, Any]:
         """How often each way to add memory was called; the kernels by test."""
@@ -127,22 +133,30 @@ def some_by_kernels(
 
 
 class ReplayedKernels(KernelMemoryAttention):
-    _graph: StepLaunch | None = None
+    _graph_rows: int | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, choose_graphs=self._choose, **kwargs)
 
     def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
         if set(rows.num_scheduled) == {1}:
-            size = min(size for size in GRAPH_ROWS if size >= len(rows.request_ids))
-            rows = replace(rows, graph_rows=size)
-            self._graph = self._graphs.launch(size)
-            CALLS["graphs"] += 1
+            self._graph_rows = min(size for size in GRAPH_ROWS if size >= len(rows.request_ids))
+            rows = replace(rows, graph_rows=self._graph_rows)
         super().begin_step(rows, acting)
 
     def end_step(self) -> None:
         super().end_step()
-        self._graph = None
+        self._graph_rows = None
 
     def _launch(self, num_rows: int) -> StepLaunch | None:
-        return super()._launch(num_rows) if self._graph is None else self._graph
+        if self._graph_rows is None:
+            return super()._launch(num_rows)
+        return None if self._chosen == GraphKind.NONE else self._graphs.launch(self._graph_rows, self._chosen)
+
+    def _choose(self, kind: GraphKind) -> None:
+        """As the graphs of this kind were captured."""
+        self._chosen = kind
+        CALLS["graphs"] += kind != GraphKind.NONE
 
 
 class KernelsBesideCPUCache(ReplayedKernels):

@@ -15,6 +15,7 @@ from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 from inducekv_vllm.workers.refusals import check_most_entries
@@ -71,6 +72,7 @@ def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
     vars(of_gpu).update(
         pool=poisoned_pool(SHAPE),
         model_config=SimpleNamespace(),
+        settings=InduceKVConfig(),
         vllm_config=SimpleNamespace(compilation_config=compilation),
         _device=CPU,
     )

@@ -52,14 +52,14 @@ class KernelGeometry:
             lse=rows.merged,
         )
 
-    def of_graph(self, num_rows: int, lse: bool) -> LaunchShape:
-        """The launch in a graph of this many rows, whatever memories its steps will have."""
+    def of_graph(self, num_rows: int, *, maps: bool, lse: bool) -> LaunchShape:
+        """The launch in a graph of this many rows, whatever memories of these kinds its steps will have."""
         return self.shape(
             rows=num_rows,
             slots=num_rows,
             largest_slot=num_rows,
             longest=self.most_tokens,
-            maps=self.has_maps,
+            maps=maps,
             lse=lse,
         )
 
@@ -68,8 +68,13 @@ class KernelGeometry:
         """Whether memories may have any."""
         return self.value_size == self.head_size
 
-    def variants(self, lse: bool) -> list[LaunchShape]:
-        """A launch of each kind that steps and graphs can need; `lse` if memory may be merged."""
+    def variants(self, lse: bool, is_beside: bool = False) -> list[LaunchShape]:
+        """A launch of each kind that steps and graphs can need.
+
+        Args:
+            lse: memory may be merged.
+            is_beside: graphs may read memory beside self-attention.
+        """
         found: dict[tuple[int, ...], LaunchShape] = {}
         lanes = [1 << power for power in range(MOST_LANES.bit_length())]
         for of_tile, longest, maps, merged in product(
@@ -81,7 +86,9 @@ class KernelGeometry:
             shape = self.shape(
                 rows=tiles * rows, slots=tiles, largest_slot=rows, longest=longest, maps=maps, lse=merged
             )
-            found.setdefault(shape.kind, shape)
+            for beside in {False, is_beside and not (maps or merged)}:
+                variant = replace(shape, beside=beside)
+                found.setdefault(variant.kind, variant)
         return list(found.values())
 
     def shape(self, *, rows: int, slots: int, largest_slot: int, longest: int, maps: bool, lse: bool) -> LaunchShape:

@@ -47,6 +47,7 @@ class LaunchShape:
     lse: bool  # slots may be merged
     warps: int
     stages: int  # of the software pipeline
+    beside: bool = False  # it runs beside self-attention: without maps and merged memory
 
     @property
     def split(self) -> bool:
@@ -62,7 +63,7 @@ class LaunchShape:
         """What the kernels are compiled for: launches of one kind differ in the numbers of rows, tiles and items."""
         return (
             *(self.height, self.block_rows, self.block_tokens, self.warps, self.stages),
-            *(self.maps, self.lse, self.split),
+            *(self.maps, self.lse, self.split, self.beside),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from inducekv_vllm.attention import kernel_memory
 from inducekv_vllm.attention.attach import attach
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep, active_rows
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
-from inducekv_vllm.attention.kernel_step import rows_with_memory
+from inducekv_vllm.attention.kernel_step import GraphKind, rows_with_memory
 from inducekv_vllm.attention.kernel_tables import KernelTables
 from inducekv_vllm.attention.kernels import launch, twin
 from inducekv_vllm.attention.kernels.tiles import Processors
@@ -52,11 +53,12 @@ Step = list[tuple[int | None, int, int, int]]  # of each request: its memory, fi
 class World:
     """A pool with a merged bundle and a decoupled one with maps, four memories of them, and the kernels' step."""
 
-    def __init__(self, add_memory: Any = twin.add_memory, **changes: Any) -> None:
+    def __init__(self, add_memory: Any = twin.add_memory, map_rank: int = 2, **changes: Any) -> None:
         self.pool = poisoned_pool(SHAPE)
         self.tables = KernelTables(6, 6, SHAPE.num_layers, CPU)
         merged = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=1))
-        decoupled = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=2, map_rank=2))
+        fields: Any = {"form": "decoupled", "weighting": "prior", "activations": {"t": "prompt"}}
+        decoupled = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=2, map_rank=map_rank, **fields))
         memories = [(merged, 3, True), (decoupled, 4, False), (decoupled, 6, False), (decoupled, 6, False)]
         self.memories = [
             random_memory(bundle, top_k, remainder, seed=slot, slot=slot)
@@ -65,6 +67,7 @@ class World:
         for memory in self.memories:
             self.tables.write(memory)
         self.calls: list[Any] = []
+        self.chosen: list[GraphKind] = []
 
         def record(*arguments: Any) -> None:
             self.calls.append(arguments)
@@ -72,7 +75,10 @@ class World:
 
         arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
         model: Any = SimpleNamespace(use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
-        self.attention = KernelMemoryAttention(self.pool, self.tables, CPU, model, add_memory=record, **arguments)
+        kernels = SimpleNamespace(add_memory=record, add_read=twin.add_read)
+        self.attention = KernelMemoryAttention(
+            self.pool, self.tables, CPU, model, choose_graphs=self.chosen.append, kernels=kernels, **arguments
+        )
 
     def begin(self, step: Step, graph_rows: int | None = None) -> None:
         """Begin a step whose requests have these memories."""
@@ -83,6 +89,7 @@ class World:
         """What the second layer makes of the output of self-attention."""
         output = own.clone()
         assert self.attention.needs_lse(len(query)) <= (lse is not None)
+        self.attention.read_beside(1, query, SCALE)
         self.attention.add(1, query, output, lse if self.attention.needs_lse(len(query)) else None, SCALE)
         return output
 
@@ -185,9 +192,41 @@ def test_without_memory_or_in_a_graph_a_step_launches_nothing_itself(graph_rows:
     world.begin([(None, 0, 0, 3), (1, 9 if graph_rows is None else 0, 0, 1)], graph_rows)
     assert torch.equal(world.forward(query, own, lse), own)
     assert world.calls == []
+    assert world.chosen == ([] if graph_rows is None else [GraphKind.EVERY])
     world.attention.end_step()
-    world.attention.add(1, *tensors(4), SCALE)  # a graph is captured, with no row that has memory
-    assert len(world.calls) == 1
+    assert world.chosen[-1] == GraphKind.NONE  # of vLLM's dummy steps
+
+
+@pytest.mark.parametrize("kernels", [twin, launch])
+@pytest.mark.parametrize("is_beside", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (GraphKind.NONE, [(None, 0, 5, 1), (None, 0, 9, 1)]),
+        (GraphKind.BESIDE, [(2, 0, 5, 1), (None, 0, 9, 1), (3, 0, 9, 1), (2, 0, 9, 1)]),
+        (GraphKind.EVERY, [(0, 0, 5, 1), (None, 0, 9, 1), (3, 0, 9, 1), (1, 0, 9, 1)]),
+    ],
+)
+def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(
+    kind: GraphKind, step: Step, is_beside: bool, kernels: Any
+) -> None:
+    world = World(kernels.add_memory, map_rank=0 if kind == GraphKind.BESIDE else 2, is_beside=is_beside)
+    world.attention.attach(full_attention(), {}, [])
+    assert world.attention.graph_kinds == tuple(GraphKind)
+    world.begin(step, graph_rows=MOST)
+    assert world.chosen == [kind]
+    world.attention._in_step = False  # what the captured graph does
+    world.attention.capture_for(kind)
+    query, own, lse = tensors(MOST)
+    assert world.attention.needs_lse(MOST) == (kind == GraphKind.EVERY)
+    result = world.forward(query, own, lse)
+    assert len(world.calls) == (kind != GraphKind.NONE)
+    torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
+    for *_, shape in world.calls:
+        assert (shape.beside, shape.maps, shape.lse) == (
+            *(is_beside and kind == GraphKind.BESIDE,),
+            *(kind == GraphKind.EVERY,) * 2,
+        )
 
 
 @st.composite
@@ -230,7 +269,8 @@ def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
         found = rows_with_memory(acting_rows(requests_of(world.memories, step), rows), sum(rows.num_scheduled))
         assert found is not None
         assert world.attention._geometry.of_step(found).kind in kinds
-    assert all(world.attention._graphs.launch(rows).shape.kind in kinds for rows in range(1, MOST + 1))
+    for rows, kind in itertools.product(range(1, MOST + 1), (GraphKind.BESIDE, GraphKind.EVERY)):
+        assert world.attention._graphs.shape(rows, kind).kind in kinds
 
 
 def test_a_model_whose_kernels_do_not_fit_the_gpu_is_refused_with_the_numbers() -> None:
@@ -334,7 +374,9 @@ def test_latents(add_memory: Any, at_a_time: int, monkeypatch: pytest.MonkeyPatc
     for memory in memories:
         tables.write(memory)
     of_gpu: Any = SimpleNamespace(use_mla=True)
-    kernels = KernelMemoryAttention(pool, tables, CPU, of_gpu, Processors(2), MOST, add_memory)
+    kernels = KernelMemoryAttention(
+        pool, tables, CPU, of_gpu, Processors(2), MOST, kernels=SimpleNamespace(add_memory=add_memory)
+    )
     kernels.attach(full_attention(), {}, [])
     assert "latent attention (MLA)" in str(kernels.merged_refusal)
     kernels.warm_up()
@@ -350,6 +392,7 @@ def test_latents(add_memory: Any, at_a_time: int, monkeypatch: pytest.MonkeyPatc
         kernels.begin_step(rows, acting)
         if graph_rows is not None:
             kernels._in_step = False  # as a graph was captured
+            kernels.capture_for(GraphKind.BESIDE)
         nothing: Any = None
         found = layer.forward_impl(query, nothing, nothing, None, object(), own.clone())
         kernels.end_step()

@@ -31,7 +31,7 @@ def poisoned_pool(shape: PoolShape, dtype: torch.dtype = torch.float32) -> Memor
 def fitting_bundle(
     shape: PoolShape, num_entries: int, payload_tokens: int, seed: int = 0, map_rank: int = 0, **changes: Any
 ) -> Bundle:
-    """A random bundle for this pool; with `map_rank`, a decoupled one with maps."""
+    """A random bundle for this pool, of merged memory if `changes` do not say otherwise; one with maps is decoupled."""
     L, J, D, V = shape.num_layers, shape.num_kv_heads, shape.head_size, shape.value_size
     sizes = {"num_layers": L, "num_kv_heads": J, "head_dim": D, "value_dim": None if V == D else V}
     backbone = FINGERPRINT.model_copy(update=sizes)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inducekv_vllm.attention.kernel_step import GraphBuffers
+from inducekv_vllm.attention.kernel_step import GraphBuffers, GraphKind
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.geometry import KernelGeometry, MemoryRows
 from inducekv_vllm.attention.kernels.tiles import Processors
@@ -38,8 +38,8 @@ class Engine:
 
     def __init__(self) -> None:
         device = device_of(torch.device(DEVICE))
-        self.buffers = GraphBuffers(geometry(4096), LARGE, True, device)
-        self.graphs = {rows: self.buffers.launch(rows) for rows in (SMALL, LARGE)}
+        self.buffers = GraphBuffers(geometry(4096), LARGE, lse=True, is_beside=True, device=device)
+        self.graphs = {rows: self.buffers.launch(rows, GraphKind.EVERY) for rows in (SMALL, LARGE)}
         self.problem = make((H, J, D), MEMORIES, [1, 2, 3, 4, 1, 2])
 
     def replay(self, rows: int, slots: Sequence[int]) -> tuple[Problem, Tensor]:
@@ -56,10 +56,7 @@ class Engine:
         )
         of_row = np.array(slots, dtype=np.int32)
         found = MemoryRows(of_row, step.lengths[: len(slots)] * (of_row > 0), maps=True, merged=True)
-        if of_row.any():
-            self.buffers.write(rows, found)
-        else:
-            self.buffers.clear()
+        self.buffers.write(rows, found)
         graph, there, result = self.graphs[rows], step.to(DEVICE), output.clone().to(DEVICE)
         rest = (there.self_lse, SCALE, graph.shape)
         launch.add_memory(there.pool, there.tables, graph.tensors, there.query, result, *rest)
@@ -98,7 +95,7 @@ def test_graphs_read_addresses_that_do_not_change() -> None:
     engine = Engine()
     addresses = [tensor.data_ptr() for tensor in engine.graphs[LARGE].tensors.plan]
     engine.replay(LARGE, [1, 4, 3])
-    again = engine.buffers.launch(LARGE)
+    again = engine.buffers.launch(LARGE, GraphKind.EVERY)
     assert [tensor.data_ptr() for tensor in again.tensors.plan] == addresses
     assert all(address % 16 == 0 for address in addresses)  # kernels are compiled for that
     assert again.shape == engine.graphs[LARGE].shape

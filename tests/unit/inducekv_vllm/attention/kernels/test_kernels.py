@@ -5,6 +5,10 @@ Without a GPU the kernels run in Triton's interpreter, where a program takes a t
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -255,3 +259,66 @@ def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
     output.copy_(problem.output)
     launch.add_memory(pool, tables, step, query, output, *rest)
     assert same_bits(output, expected)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_memory_that_is_read_beside_self_attention_is_added_to_the_same_bits(dtype: torch.dtype, split: bool) -> None:
+    """Also where the sum is not finite; in the interpreter, whose sums are not fused with products."""
+    memories = [
+        Memory(300, "decoupled"),
+        Memory(5, "decoupled", adjacent=True),
+        Memory(40, "decoupled", value_scale=9e9),
+    ]
+    problem = make((6, 2, 16), memories, [1, 0, 2, 2, 3, 1], dtype).to(DEVICE)
+    shape = replace(problem.shape(split=split, lse=False), maps=False)
+    step, tables, pool = problem.step(shape), problem.tables, problem.pool
+    expected, output = problem.output.clone(), problem.output.clone()
+    launch.add_memory(pool, tables, step, problem.query, expected, None, SCALE, shape)
+    beside = replace(shape, beside=True)
+    read = torch.full_like(output, math.nan, dtype=torch.float32)
+    launch.add_memory(pool, tables, step, problem.query, read, None, SCALE, beside)
+    launch.add_read(step, read, output, beside)
+    assert same_bits(output, expected) if launch.INTERPRETED else torch.allclose(output, expected, rtol=1e-2)
+    on_twin, of_twin = torch.full_like(read, math.nan), problem.output.clone()
+    twin.add_memory(pool, tables, step, problem.query, on_twin, None, SCALE, beside)
+    twin.add_read(step, on_twin, of_twin, beside)
+    rows = problem.row_slot != 0
+    assert deviation(output.float(), of_twin.float(), rows) < TOLERANCE[dtype]
+    assert same_bits(of_twin[~rows], problem.output[~rows])
+
+
+def test_variants_are_compiled_side_by_side_for_a_gpu_that_is_not_there() -> None:
+    """In a process of its own, where nothing is interpreted."""
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert run.stdout.split() == ["0", "2"], run.stdout + run.stderr
+
+
+COMPILED = """
+from types import SimpleNamespace
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from inducekv_vllm.attention.kernels import device, launch
+from inducekv_vllm.attention.kernels.layout import StepTensors
+from inducekv_vllm.attention.kernels.tiles import idle_plan
+from tests.unit.inducekv_vllm.attention.kernels.problems import Memory, make
+
+driver = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda _: 0
+)
+triton.runtime.driver.set_active(driver)
+problem = make((2, 1, 16), [Memory(1), Memory(2, "decoupled")], [1, 2], torch.float16)
+kernels = device.memory_tiles.device_caches[0][0]
+print(len(kernels))
+launches = []
+for lse in (False, True):
+    shape = problem.shape(lse=lse)
+    step = StepTensors.from_plan(idle_plan(shape), 1, "cpu")
+    rest = problem.query, problem.output, problem.self_lse, 1.0, shape
+    launches.append(launch.arguments_of(problem.pool, problem.tables, step, *rest))
+launch.compile_all(launches)
+print(sum(kernel.asm["cubin"][:4] == b"\\x7fELF" for kernel in kernels.values()))
+"""

@@ -134,7 +134,8 @@ def test_the_launch_of_every_graph_is_warmed_up(G: int, J: int, processors: int)
     geometry = KernelGeometry(J, G, 128, 128, element_size=2, most_tokens=4096, processors=Processors(processors))
     for lse in (False, True):
         kinds = {shape.kind for shape in geometry.variants(lse)}
-        assert {geometry.of_graph(rows, lse).kind for rows in range(1, 513)} <= kinds
+        for maps in (False, True):
+            assert {geometry.of_graph(rows, maps=maps, lse=lse).kind for rows in range(1, 513)} <= kinds
         for rows, maps in product((*range(1, 65), 100, 300, 1000, 3000, 10_000), (False, True)):
             for slots, longest in product({1, 2, max(1, rows // 3), rows}, (SMALL_MEMORY, 4096)):
                 largest = max(1, rows - slots + 1)
