@@ -249,9 +249,8 @@ def build(
 
 def with_sqrt_weighting(workload: Workload, alpha: Tensor) -> Workload:
     """The same with the paper's weighting: alpha [slots, S] enters keys and values."""
-    changed = ("key_scale", "value_scale", "first_token")
-    tables = replace(workload.tables, **{name: getattr(workload.tables, name).clone() for name in changed})
-    tables = replace(tables, log_weight=torch.zeros_like(tables.log_weight))
+    tables = workload.tables.copy()
+    tables.log_weight.zero_()
     tables.key_scale[1:] = tables.value_scale[1:] = alpha.sqrt()
     tables.first_token.fill_(-1)
     return replace(workload, tables=tables)

@@ -5,7 +5,6 @@ Shapes: n requests and R rows of a step; see the package `kernels` for the other
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..vllm_seams.device import Device
 from .kernels.geometry import KernelGeometry, MemoryRows
-from .kernels.layout import StepTensors
+from .kernels.layout import StepTensors, packed_plan, plan_numbers
 from .kernels.tiles import LaunchShape, plan_tiles
 from .slots import ActingRows
 
@@ -67,9 +66,9 @@ class StepLaunch:
     def of_step(cls, rows: MemoryRows, geometry: KernelGeometry, device: Device) -> StepLaunch:
         """In tensors of its own."""
         shape = geometry.of_step(rows)
-        plan = plan_tiles(rows.slots, rows.lengths, shape)
+        plan = device.upload(packed_plan(plan_tiles(rows.slots, rows.lengths, shape)))
         arrivals = _no_arrivals(shape.tiles if shape.split else 0, geometry, device)
-        return cls(shape, StepTensors.of([device.upload(torch.from_numpy(a)) for a in plan.arrays()], arrivals))
+        return cls(shape, StepTensors.in_buffer(plan, shape, arrivals))
 
 
 class GraphBuffers:
@@ -83,10 +82,10 @@ class GraphBuffers:
         self.most_rows = most_rows
         self._geometry, self._lse, self._is_beside, self._device = geometry, lse, is_beside, device
         with_memory = [kind for kind in self.kinds if kind != GraphKind.NONE]
-        sizes = [self.shape(rows, kind).plan_sizes for rows in range(1, most_rows + 1) for kind in with_memory]
-        numbers = [max(math.prod(size) for size in each) for each in zip(*sizes, strict=True)]
+        shapes = [self.shape(rows, kind) for rows in range(1, most_rows + 1) for kind in with_memory]
         self._arrivals = _no_arrivals(most_rows, geometry, device)
-        self._plan = [torch.zeros(n, dtype=torch.int32, device=device.torch_device) for n in numbers]
+        numbers = max(map(plan_numbers, shapes), default=0)
+        self._plan = torch.zeros(numbers, dtype=torch.int32, device=device.torch_device)
         self._written: tuple[int | GraphKind | bytes, ...] | None = None  # what the buffers hold
 
     @property
@@ -104,9 +103,7 @@ class GraphBuffers:
     def launch(self, num_rows: int, kind: GraphKind) -> StepLaunch:
         """What a graph of this many rows launches; it reads the buffers."""
         shape = self.shape(num_rows, kind)
-        sized = zip(self._plan, shape.plan_sizes, strict=True)
-        plan = [buffer[: math.prod(size)].view(size) for buffer, size in sized]
-        return StepLaunch(shape, StepTensors.of(plan, self._arrivals))
+        return StepLaunch(shape, StepTensors.in_buffer(self._plan, shape, self._arrivals))
 
     def write(self, num_rows: int, rows: MemoryRows) -> None:
         """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding."""
@@ -115,10 +112,8 @@ class GraphBuffers:
         new = (num_rows, kind, rows.slots.tobytes(), rows.lengths.tobytes())
         if new == self._written:  # as in most steps
             return
-        launch = self.launch(num_rows, kind)
-        plan = plan_tiles(rows.slots, rows.lengths, launch.shape)
-        for own, array in zip(launch.tensors.plan, plan.arrays(), strict=True):
-            self._device.write(own, torch.from_numpy(array))
+        plan = packed_plan(plan_tiles(rows.slots, rows.lengths, self.shape(num_rows, kind)))
+        self._device.write(self._plan[: len(plan)], plan)
         self._written = new
 
 

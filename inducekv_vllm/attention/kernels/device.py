@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 CHANGING = ["lse_row", "lse_head"]
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=["value_gate", "bias"])
 def memory_tiles(
     query,  # [R, H, D]
     output,  # [R, H, V], of self-attention; changed in place. With BESIDE what is read, float32
@@ -26,9 +26,9 @@ def memory_tiles(
     values,  # [J, P, V]
     map_in,  # [J, Q, G V]; None without MAPS
     map_out,  # [J, Q, G V]; None without MAPS
-    value_gate,  # [N + 1] float32, as every table of one column
-    bias,
-    first_token,
+    value_gate,  # [N + 1] float32, of this layer
+    bias,  # [N + 1] float32
+    first_token,  # [N + 1], as every table of one column
     token_index,  # [N + 1, K]
     log_weight,  # [N + 1, K]
     key_scale,  # [N + 1, K]
@@ -64,6 +64,8 @@ def memory_tiles(
     map_in_row,
     map_out_head,
     map_out_row,
+    layer_slot,
+    column_slot,
     terms_slot,
     map_slot,
     height,
@@ -95,9 +97,10 @@ def memory_tiles(
         tile = item
         if SPLIT:
             tile = tl.load(work + item * 4)
-        slot = tl.load(tile_slot + tile)
+        slot = tl.load(tile_slot + tile).to(tl.int64)
+        column_of_slot = slot * column_slot
         begin = 0
-        end = tl.load(length + slot)
+        end = tl.load(length + column_of_slot)
         whole = 1
         if SPLIT:
             begin = tl.load(work + item * 4 + 1)
@@ -125,8 +128,7 @@ def memory_tiles(
             q_rest = q_rest.to(tl.float32)
 
         kv_head_wide = kv_head.to(tl.int64)
-        slot_wide = slot.to(tl.int64)
-        first = tl.load(first_token + slot)
+        first = tl.load(first_token + column_of_slot)
         if first >= 0:
             largest, total, read = _attend_adjacent(
                 q,
@@ -153,11 +155,11 @@ def memory_tiles(
                 q_rest,
                 keys + kv_head_wide * keys_head,
                 values + kv_head_wide * values_head,
-                token_index + slot_wide * terms_slot,
-                log_weight + slot_wide * terms_slot,
-                key_scale + slot_wide * terms_slot,
-                value_scale + slot_wide * terms_slot,
-                tl.load(entry_tokens + slot),
+                token_index + slot * terms_slot,
+                log_weight + slot * terms_slot,
+                key_scale + slot * terms_slot,
+                value_scale + slot * terms_slot,
+                tl.load(entry_tokens + column_of_slot),
                 begin,
                 end,
                 scale * LOG2E,
@@ -205,15 +207,15 @@ def memory_tiles(
                 own = tl.zeros([BM, VP], tl.float32)
             else:
                 own = tl.load(places, mask=inside, other=0.0)
-            slot_value_gate = tl.load(value_gate + slot)
-            slot_bias = tl.load(bias + slot) * LOG2E
-            remainder = tl.load(log_remainder + slot) * LOG2E + slot_bias
+            slot_value_gate = tl.load(value_gate + slot * layer_slot)
+            slot_bias = tl.load(bias + slot * layer_slot) * LOG2E
+            remainder = tl.load(log_remainder + column_of_slot) * LOG2E + slot_bias
             largest = largest + slot_bias
             # The logit of what is not memory: self-attention's log-sum-exp, or that of decoupled memory's null token.
             other = tl.zeros([BM], tl.float32)
             keeps_all = 1
             if LSE:
-                keeps_all = tl.load(decoupled + slot)
+                keeps_all = tl.load(decoupled + column_of_slot)
                 if keeps_all == 0:
                     lse = self_lse + row.to(tl.int64) * lse_row + head * lse_head
                     other = tl.load(lse, mask=live, other=0.0) * LOG2E
@@ -227,7 +229,7 @@ def memory_tiles(
             elif not BESIDE:
                 result += own.to(tl.float32)
             if MAPS:
-                map_rows = tl.load(map_length + slot)
+                map_rows = tl.load(map_length + column_of_slot)
                 if map_rows > 0:
                     result = _add_maps(
                         result,
@@ -235,9 +237,9 @@ def memory_tiles(
                         slot_value_gate,
                         map_in + kv_head_wide * map_in_head,
                         map_out + kv_head_wide * map_out_head,
-                        map_index + slot_wide * map_slot,
-                        map_weight + slot_wide * map_slot,
-                        tl.load(map_rank + slot),
+                        map_index + slot * map_slot,
+                        map_weight + slot * map_slot,
+                        tl.load(map_rank + column_of_slot),
                         map_rows,
                         map_in_row,
                         map_out_row,

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 
 from . import device
-from .layout import LayerPool, SlotTables, StepTensors
+from .layout import COLUMNS, INTEGERS, TERMS, LayerPool, SlotTables, StepTensors
 from .tiles import LaunchShape, Processors, lanes_per_row
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,10 +22,6 @@ HEAD_SIZES = range(16, 257, 8)
 LATENT_SIZES, ROTATED_SIZES = range(16, 513, 8), range(16, 129, 8)  # of values, and of what keys have beside them
 MOST_HEADS_PER_KV_HEAD = 128
 MAP_ROWS_AT_A_TIME = 16
-INTEGERS = dict.fromkeys(
-    ("first_token", "token_index", "entry_tokens", "length", "decoupled", "map_index", "map_rank", "map_length"),
-    torch.int32,
-)
 # Triton decides when it is first imported, by TRITON_INTERPRET, whether kernels are compiled or interpreted.
 INTERPRETED = not isinstance(device.memory_tiles, triton.JITFunction)
 
@@ -155,6 +151,7 @@ def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape
         **vars(step),
         "partial_output": partial_output,
         "partial_sums": partial_sums,
+        "column_slot": tables.length.stride(0),
         "terms_slot": tables.token_index.stride(0),
         "map_slot": tables.map_index.stride(0),
         "height": shape.height,
@@ -214,16 +211,19 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
     if pool.map_in is not None:
         like_keys |= dict.fromkeys(("map_in", "map_out"), (heads, pool.map_in.shape[1], width))
     of_layer = like_keys | dict.fromkeys(("value_gate", "bias"), (slots,))
-    of_slots: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("first_token", "entry_tokens", "length", "log_remainder", "decoupled", "map_rank", "map_length"), (slots,)
-    )
-    of_slots |= dict.fromkeys(("token_index", "log_weight", "key_scale", "value_scale"), (slots, entries))
+    of_slots: dict[str, tuple[int, ...]] = dict.fromkeys(COLUMNS, (slots,))
+    of_slots |= dict.fromkeys(TERMS, (slots, entries))
     of_slots |= dict.fromkeys(("map_index", "map_weight"), (slots, maps))
     for owner, shapes in ((pool, of_layer), (tables, of_slots)):
         for name, shape in shapes.items():
             tensor: Tensor = getattr(owner, name)
-            dtype = pool.keys.dtype if name in like_keys else INTEGERS.get(name, torch.float32)
+            dtype = torch.int32 if name in INTEGERS else torch.float32
+            dtype = pool.keys.dtype if name in like_keys else dtype
             _check_tensor(name, tensor, shape, dtype, pool.keys.device)
+    alike = (pool, ("value_gate", "bias")), (tables, COLUMNS), (tables, TERMS), (tables, ("map_index", "map_weight"))
+    for owner, names in alike:
+        if len(strides := {getattr(owner, name).stride(0) for name in names}) > 1:
+            raise ValueError(f"{', '.join(names)} must have one stride from slot to slot, found {sorted(strides)}")
 
 
 def _check_call(pool: LayerPool, query: Tensor, output: Tensor, self_lse: Tensor | None, shape: LaunchShape) -> None:
@@ -254,5 +254,5 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torc
             f"{name} must be {dtype} {list(shape)} on {on}, "
             f"found {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
-    if tensor.numel() and tensor.stride(-1) != 1:
+    if tensor.dim() > 1 and tensor.numel() and tensor.stride(-1) != 1:
         raise ValueError(f"the last dimension of {name} must be contiguous, found the stride {tensor.stride(-1)}")

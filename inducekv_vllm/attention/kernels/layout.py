@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .tiles import StepPlan
+from .tiles import LaunchShape, StepPlan
+
+COLUMNS = ("first_token", "entry_tokens", "length", "log_remainder", "decoupled", "map_rank", "map_length")
+TERMS = ("token_index", "log_weight", "key_scale", "value_scale")
+INTEGERS = ("first_token", "token_index", "entry_tokens", "length", "decoupled", "map_index", "map_rank", "map_length")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +36,7 @@ class LayerPool:
         of_keys = {"keys_head": self.keys.stride(0), "keys_token": self.keys.stride(1)}
         of_values = {"values_head": self.values.stride(0), "values_token": self.values.stride(1)}
         tensors = {"keys": self.keys, "values": self.values, "value_gate": self.value_gate, "bias": self.bias}
+        of_values["layer_slot"] = self.value_gate.stride(0)
         no_strides = dict.fromkeys(("map_in_head", "map_in_row", "map_out_head", "map_out_row"), 0)
         return {**tensors, "map_in": None, "map_out": None, **of_keys, **of_values, **no_strides}
 
@@ -51,7 +57,8 @@ class LayerPool:
 class SlotTables:
     """What each slot reads, for all layers. The kernels read nothing beyond a slot's length.
 
-    An entry's tokens are adjacent in the pool, and so are its map rows.
+    An entry's tokens are adjacent in the pool, and so are its map rows. A slot's numbers lie side by side, so that one
+    copy fills it.
     """
 
     # Place in the pool of the slot's first token, if all its tokens are adjacent and its terms neutral (key and value
@@ -76,32 +83,52 @@ class SlotTables:
 
         Entries have 1 token and 1 map row.
         """
+        columns = cls.columns(entries, maps)
+        size = (slots + 1, sum(map(padded, columns.values())))
+        tables = cls.of_rows(torch.zeros(size, dtype=torch.int32, device=device), entries, maps)
+        tables.first_token.fill_(-1)
+        tables.log_remainder.fill_(-math.inf)
+        for ones in (tables.entry_tokens, tables.map_rank):
+            ones.fill_(1)
+        return tables
 
-        def table(columns: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(slots + 1, columns, dtype=dtype, device=device)
+    def copy(self) -> SlotTables:
+        """The same in rows of their own."""
+        (slots, entries), maps = self.token_index.shape, self.map_index.shape[1]
+        copied = type(self).allocate(slots - 1, entries, maps, self.token_index.device)
+        for name, tensor in vars(self).items():
+            getattr(copied, name).copy_(tensor)
+        return copied
 
-        def column(dtype: torch.dtype, value: float) -> Tensor:
-            return torch.full((slots + 1,), value, dtype=dtype, device=device)
+    @classmethod
+    def columns(cls, entries: int, maps: int) -> dict[str, int]:
+        """The numbers of each table that a slot has, side by side in one row."""
+        terms = dict.fromkeys(TERMS, entries)
+        terms |= dict.fromkeys(("map_index", "map_weight"), maps)
+        return {field.name: terms.get(field.name, 1) for field in fields(cls)}
 
+    @classmethod
+    def of_rows(cls, rows: Tensor, entries: int, maps: int) -> SlotTables:
+        """Views of rows [any number, at least the sum of `columns`, padded] int32, one for each slot."""
+        views = views_of(rows, cls.columns(entries, maps).values())
+        named = dict(zip(cls.columns(entries, maps), views, strict=True))
         return cls(
-            first_token=column(torch.int32, -1),
-            token_index=table(entries, torch.int32),
-            log_weight=table(entries, torch.float32),
-            key_scale=table(entries, torch.float32),
-            value_scale=table(entries, torch.float32),
-            entry_tokens=column(torch.int32, 1),
-            length=column(torch.int32, 0),
-            log_remainder=column(torch.float32, -math.inf),
-            decoupled=column(torch.int32, 0),
-            map_index=table(maps, torch.int32),
-            map_weight=table(maps, torch.float32),
-            map_rank=column(torch.int32, 1),
-            map_length=column(torch.int32, 0),
+            **{
+                name: view if name in INTEGERS else view.view(torch.float32)
+                for name, view in ((name, view.squeeze(1) if name in COLUMNS else view) for name, view in named.items())
+            }
         )
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in vars(self).values())
+
+def padded(numbers: int) -> int:
+    """Room for so many numbers of 4 bytes: what follows begins at 16 bytes again, as kernels are compiled for."""
+    return -(-numbers // 4) * 4
+
+
+def views_of(rows: Tensor, sizes: Iterable[int]) -> list[Tensor]:
+    """Parts [n, size] of rows [n, at least the sum of the sizes, padded]."""
+    firsts = itertools.accumulate(map(padded, sizes), initial=0)
+    return [rows[:, first : first + size] for first, size in zip(firsts, sizes, strict=False)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +141,13 @@ class StepTensors:
     tile_work: Tensor  # [tiles + 1] int32; empty if memories are not split
     count: Tensor  # [1] int32
     arrivals: Tensor  # [at least tiles, J] int32, programs of a tile that have finished: 0 between launches
+
+    @classmethod
+    def in_buffer(cls, buffer: Tensor, shape: LaunchShape, arrivals: Tensor) -> StepTensors:
+        """A plan for `shape` that lies in a buffer [at least `plan_numbers`] int32."""
+        numbers = [math.prod(size) for size in shape.plan_sizes]
+        parts = views_of(buffer[None], numbers)
+        return cls.of([part.reshape(size) for part, size in zip(parts, shape.plan_sizes, strict=True)], arrivals)
 
     @classmethod
     def from_plan(cls, plan: StepPlan, kv_heads: int, device: torch.device | str) -> StepTensors:
@@ -136,3 +170,14 @@ class StepTensors:
         """Overwrite the plan in place by one for the same `LaunchShape`, as between graph replays."""
         for own, new in zip(self.plan, plan.arrays(), strict=True):
             own.copy_(torch.from_numpy(new))
+
+
+def plan_numbers(shape: LaunchShape) -> int:
+    """The size of a buffer for a plan."""
+    return sum(padded(math.prod(size)) for size in shape.plan_sizes)
+
+
+def packed_plan(plan: StepPlan) -> Tensor:
+    """A plan as a buffer on the host, for one copy."""
+    arrays = [torch.from_numpy(array.reshape(-1)) for array in plan.arrays()]
+    return torch.cat([torch.nn.functional.pad(each, (0, padded(len(each)) - len(each))) for each in arrays])

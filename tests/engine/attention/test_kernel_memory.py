@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import OutOfResources
 
 from inducekv_vllm.attention import kernel_memory
@@ -32,6 +31,7 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
+from inducekv_vllm.vllm_seams.device import CpuDevice, Device
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.requests import acting_rows
 from tests.unit.inducekv_vllm.attention.pools import (
@@ -53,9 +53,11 @@ Step = list[tuple[int | None, int, int, int]]  # of each request: its memory, fi
 class World:
     """A pool with a merged bundle and a decoupled one with maps, four memories of them, and the kernels' step."""
 
-    def __init__(self, add_memory: Any = twin.add_memory, map_rank: int = 2, **changes: Any) -> None:
+    def __init__(
+        self, add_memory: Any = twin.add_memory, map_rank: int = 2, device: Device = CPU, **changes: Any
+    ) -> None:
         self.pool = poisoned_pool(SHAPE)
-        self.tables = KernelTables(6, 6, SHAPE.num_layers, CPU)
+        self.tables = KernelTables(6, 6, SHAPE.num_layers, device)
         merged = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=1))
         fields: Any = {"form": "decoupled", "weighting": "prior", "activations": {"t": "prompt"}}
         decoupled = store(self.pool, fitting_bundle(SHAPE, 6, 4, seed=2, map_rank=map_rank, **fields))
@@ -77,7 +79,7 @@ class World:
         model: Any = SimpleNamespace(use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
         kernels = SimpleNamespace(add_memory=record, add_read=twin.add_read)
         self.attention = KernelMemoryAttention(
-            self.pool, self.tables, CPU, model, choose_graphs=self.chosen.append, kernels=kernels, **arguments
+            self.pool, self.tables, device, model, choose_graphs=self.chosen.append, kernels=kernels, **arguments
         )
 
     def begin(self, step: Step, graph_rows: int | None = None) -> None:
@@ -170,11 +172,9 @@ def test_adjacent_entries_that_count_alike_are_read_without_terms(
     bundle, ones = world.memories[1].bundle, np.ones(len(chosen), dtype=np.float32)
     terms = entry_terms(Retrieval(np.array(chosen), ones), "uniform", payload_tokens=4, num_entries=6)
     world.memories.append(RequestMemory.of(bundle, terms, slot=5))
-    world.tables.slots.log_weight[5] = math.nan
     world.tables.write(world.memories[4])
     first = bundle.first_token + chosen[0] * bundle.payload_tokens
     assert int(world.tables.slots.first_token[5]) == (first if is_adjacent else -1)
-    assert bool(world.tables.slots.log_weight[5, : len(chosen)].isnan().all()) == is_adjacent
     query, own, lse = tensors(4)
     world.begin(step)
     result = world.forward(query, own, lse)
@@ -296,24 +296,42 @@ def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
         KernelMemoryAttention(pool, tables, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
 
 
-def test_every_layers_tables_begin_at_16_bytes() -> None:
-    """Kernels are compiled for aligned addresses, and again for others."""
-    tables = World().tables
-    assert all(row.data_ptr() % 16 == 0 for table in (tables.value_gate, tables.bias) for row in table)
+def test_every_table_begins_at_16_bytes() -> None:
+    """Kernels are compiled for aligned addresses, and again for others; those of layers they take as they come."""
+    assert all(table.data_ptr() % 16 == 0 for table in vars(World().tables.slots).values())
 
 
-def test_a_slot_is_written_without_a_number_of_the_host() -> None:
-    """Such a copy waits for a GPU: tensors of the host go through the device's `upload`."""
+class CountingDevice(CpuDevice):
+    copies = 0
 
-    class NoScalars(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            copies = function in (torch.ops.aten.copy_.default, torch.ops.aten.index_put_.default)
-            assert not (copies and args[1].dim() == 0 and args[0].dim() == 0)
-            return function(*args, **(kwargs or {}))
+    def write(self, target: Tensor, source: Tensor) -> None:
+        self.copies += 1
+        super().write(target, source)
 
-    world = World()
-    with NoScalars():
-        world.tables.write(random_memory(world.memories[0].bundle, 3, True, seed=9, slot=5))
+    def upload(self, tensor: Tensor) -> Tensor:
+        self.copies += 1
+        return super().upload(tensor)
+
+
+def test_one_copy_fills_a_slot_and_one_writes_the_plan_of_a_step_that_is_new() -> None:
+    device = CountingDevice(torch.device("cpu"))
+    world = World(device=device)
+    world.attention.attach(full_attention(), {}, [])
+    device.copies = 0
+    world.tables.write(random_memory(world.memories[0].bundle, 3, True, seed=9, slot=5))
+    assert device.copies == 1
+    steps: list[tuple[Step, int | None, int]] = [
+        ([(1, 0, 0, 17), (2, 0, 9, 1)], None, 1),
+        ([(1, 0, 5, 1), (2, 0, 9, 1)], 4, 1),
+        ([(1, 0, 6, 1), (2, 0, 10, 1)], 4, 0),  # the same rows
+        ([(None, 0, 6, 1)], 4, 0),
+        ([(None, 0, 6, 9)], None, 0),
+    ]
+    for step, graph_rows, copies in steps:
+        device.copies = 0
+        world.begin(step, graph_rows)
+        world.attention.end_step()
+        assert device.copies == copies
 
 
 def test_queries_that_are_quantised_for_the_cache_are_read_with_their_scale() -> None:

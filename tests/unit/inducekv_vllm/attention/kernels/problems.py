@@ -79,7 +79,7 @@ class Problem:
 
     def to(self, device: str) -> Problem:
         def moved(tensors: LayerPool | SlotTables) -> dict[str, Tensor]:
-            return {name: tensor.to(device) for name, tensor in vars(tensors).items() if tensor is not None}
+            return {name: tensor.to(device) for name, tensor in vars(tensors).items() if isinstance(tensor, Tensor)}
 
         return replace(
             self,
