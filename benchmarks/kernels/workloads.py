@@ -103,15 +103,17 @@ class Workload:
     self_lse: Tensor | None  # [R, H] float32, if the launch may be for merged memory
 
     def add_memory(self, output: Tensor, layer: int = 0) -> None:
-        if self.shape.beside:
-            self.add_read(self.read_beside(layer), output)
-        else:
-            launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
+        launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
+
+    @property
+    def can_read_beside(self) -> bool:
+        return not (self.shape.maps or self.shape.lse)
 
     def read_beside(self, layer: int) -> Tensor:
         """What a launch beside self-attention reads: [R, H, V] float32."""
-        read = torch.empty_like(self.self_output, dtype=torch.float32)
-        launch.add_memory(self.pools[layer], self.tables, self.step, self.query, read, *self._rest())
+        read, beside = torch.empty_like(self.self_output, dtype=torch.float32), replace(self.shape, beside=True)
+        rest = self.geometry.scale, beside
+        launch.add_memory(self.pools[layer], self.tables, self.step, self.query, read, None, *rest)
         return read
 
     def add_read(self, read: Tensor, output: Tensor) -> None:
@@ -124,8 +126,7 @@ class Workload:
     def by_twin(self, layer: int = 0) -> Tensor:
         """The output in float32, which is not rounded to the kernels' precision."""
         output = self.self_output.to(torch.float32, copy=True)
-        behind = replace(self.shape, beside=False)
-        twin.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest()[:2], behind)
+        twin.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
         return output
 
     def _rest(self) -> tuple[Tensor | None, float, LaunchShape]:
@@ -176,7 +177,7 @@ def plan_of(
     elif rows.maps or rows.merged:
         shape = engine.of_graph(case.rows, maps=engine.has_maps, lse=engine.has_maps)
     else:
-        shape = replace(engine.of_graph(case.rows, maps=False, lse=False), beside=engine.has_maps)
+        shape = engine.of_graph(case.rows, maps=False, lse=False)
     return shape, plan_tiles(rows.slots, rows.lengths, shape)
 
 

@@ -44,7 +44,7 @@ class GraphKind(Enum):
     """What memory the steps have that a CUDA graph is captured for: it launches nothing beyond that."""
 
     NONE = "no memory"
-    BESIDE = "decoupled memory without maps, which is read beside self-attention"
+    DECOUPLED = "decoupled memory without maps"
     EVERY = "memory of every form"
 
 
@@ -52,7 +52,7 @@ def graph_kind(rows: MemoryRows | None) -> GraphKind:
     """Of a step with these rows."""
     if rows is None:
         return GraphKind.NONE
-    return GraphKind.EVERY if rows.maps or rows.merged else GraphKind.BESIDE
+    return GraphKind.EVERY if rows.maps or rows.merged else GraphKind.DECOUPLED
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +91,8 @@ class GraphBuffers:
     @property
     def kinds(self) -> tuple[GraphKind, ...]:
         """That graphs are captured for."""
-        beside_is_every = not self._geometry.has_maps and not self._lse
-        return (GraphKind.NONE, GraphKind.BESIDE) if beside_is_every else tuple(GraphKind)
+        is_every = not self._geometry.has_maps and not self._lse
+        return (GraphKind.NONE, GraphKind.DECOUPLED) if is_every else tuple(GraphKind)
 
     def shape(self, num_rows: int, kind: GraphKind) -> LaunchShape:
         """Of the launch in a graph of this many rows."""

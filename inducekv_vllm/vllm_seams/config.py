@@ -37,8 +37,8 @@ class InduceKVConfig(BaseModel):
     memory_host_bytes: int = Field(default=DEFAULT_HOST_BYTES, ge=0)
     # GPUs: the most entries that one request reads. A bundle with more, for a task or without a gate, is refused.
     memory_request_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
-    # GPUs: CUDA graphs read decoupled memory on a second stream, beside self-attention.
-    memory_beside_attention: bool = True
+    # GPUs: CUDA graphs read decoupled memory without maps on a second stream, beside self-attention.
+    memory_beside_attention: bool = False
     decision_cache_entries: int = Field(default=4096, ge=0)  # decisions cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)

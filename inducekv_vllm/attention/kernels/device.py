@@ -99,6 +99,10 @@ def memory_tiles(
             tile = tl.load(work + item * 4)
         slot = tl.load(tile_slot + tile).to(tl.int64)
         column_of_slot = slot * column_slot
+        # Before memory is read, which waits for what was read before: these wait for nothing.
+        slot_value_gate = tl.load(value_gate + slot * layer_slot)
+        slot_bias = tl.load(bias + slot * layer_slot) * LOG2E
+        slot_remainder = tl.load(log_remainder + column_of_slot) * LOG2E
         begin = 0
         end = tl.load(length + column_of_slot)
         whole = 1
@@ -207,9 +211,7 @@ def memory_tiles(
                 own = tl.zeros([BM, VP], tl.float32)
             else:
                 own = tl.load(places, mask=inside, other=0.0)
-            slot_value_gate = tl.load(value_gate + slot * layer_slot)
-            slot_bias = tl.load(bias + slot * layer_slot) * LOG2E
-            remainder = tl.load(log_remainder + column_of_slot) * LOG2E + slot_bias
+            remainder = slot_remainder + slot_bias
             largest = largest + slot_bias
             # The logit of what is not memory: self-attention's log-sum-exp, or that of decoupled memory's null token.
             other = tl.zeros([BM], tl.float32)

@@ -53,7 +53,21 @@ def add_memory(
     """
     _check_call(pool, query, output, self_lse, shape)
     arguments = arguments_of(pool, tables, step, query, output, self_lse, scale, shape)
-    device.memory_tiles[shape.programs, len(pool.keys)](**arguments)
+    kernel, grid = device.memory_tiles, (shape.programs, len(pool.keys), 1)
+    if INTERPRETED:
+        kernel[grid](**arguments)
+        return
+    # Triton's own launch looks at each argument for what it may assume of it, and makes a text of that to find what it
+    # has compiled: most of a launch's time on the host. Here what may differ between calls finds it.
+    seen = tables, shape.kind, *(_traits(tensor) for tensor in (query, output, self_lse) if tensor is not None)
+    if (compiled := pool.compiled.get(seen)) is None:
+        compiled = pool.compiled[seen] = kernel.warmup(grid=grid, **arguments)
+    compiled[grid](*map(arguments.__getitem__, kernel.arg_names))
+
+
+def _traits(tensor: Tensor) -> tuple[Any, ...]:
+    """What the kernel is compiled for; the strides of log-sum-exps are not part of it."""
+    return tensor.dtype, tensor.data_ptr() % 16, tensor.stride()[:2] if tensor.dim() == 3 else None
 
 
 def add_read(step: StepTensors, read: Tensor, output: Tensor, shape: LaunchShape) -> None:

@@ -31,6 +31,11 @@ class LayerPool:
     map_out: Tensor | None = None  # [J, Q, G V], transposed, not times the value gate
 
     @cached_property
+    def compiled(self) -> dict[Any, Any]:
+        """The kernels that launches with this layer have found."""
+        return {}
+
+    @cached_property
     def arguments(self) -> dict[str, Any]:
         """The kernel's arguments that a launch without maps takes from here."""
         of_keys = {"keys_head": self.keys.stride(0), "keys_token": self.keys.stride(1)}

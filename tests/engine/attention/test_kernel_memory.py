@@ -203,14 +203,14 @@ def test_without_memory_or_in_a_graph_a_step_launches_nothing_itself(graph_rows:
     ("kind", "step"),
     [
         (GraphKind.NONE, [(None, 0, 5, 1), (None, 0, 9, 1)]),
-        (GraphKind.BESIDE, [(2, 0, 5, 1), (None, 0, 9, 1), (3, 0, 9, 1), (2, 0, 9, 1)]),
+        (GraphKind.DECOUPLED, [(2, 0, 5, 1), (None, 0, 9, 1), (3, 0, 9, 1), (2, 0, 9, 1)]),
         (GraphKind.EVERY, [(0, 0, 5, 1), (None, 0, 9, 1), (3, 0, 9, 1), (1, 0, 9, 1)]),
     ],
 )
 def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(
     kind: GraphKind, step: Step, is_beside: bool, kernels: Any
 ) -> None:
-    world = World(kernels.add_memory, map_rank=0 if kind == GraphKind.BESIDE else 2, is_beside=is_beside)
+    world = World(kernels.add_memory, map_rank=0 if kind == GraphKind.DECOUPLED else 2, is_beside=is_beside)
     world.attention.attach(full_attention(), {}, [])
     assert world.attention.graph_kinds == tuple(GraphKind)
     world.begin(step, graph_rows=MOST)
@@ -224,7 +224,7 @@ def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
     for *_, shape in world.calls:
         assert (shape.beside, shape.maps, shape.lse) == (
-            *(is_beside and kind == GraphKind.BESIDE,),
+            *(is_beside and kind == GraphKind.DECOUPLED,),
             *(kind == GraphKind.EVERY,) * 2,
         )
 
@@ -269,7 +269,7 @@ def test_the_warm_up_launches_each_kind_of_kernel_without_rows() -> None:
         found = rows_with_memory(acting_rows(requests_of(world.memories, step), rows), sum(rows.num_scheduled))
         assert found is not None
         assert world.attention._geometry.of_step(found).kind in kinds
-    for rows, kind in itertools.product(range(1, MOST + 1), (GraphKind.BESIDE, GraphKind.EVERY)):
+    for rows, kind in itertools.product(range(1, MOST + 1), (GraphKind.DECOUPLED, GraphKind.EVERY)):
         assert world.attention._graphs.shape(rows, kind).kind in kinds
 
 
@@ -410,7 +410,7 @@ def test_latents(add_memory: Any, at_a_time: int, monkeypatch: pytest.MonkeyPatc
         kernels.begin_step(rows, acting)
         if graph_rows is not None:
             kernels._in_step = False  # as a graph was captured
-            kernels.capture_for(GraphKind.BESIDE)
+            kernels.capture_for(GraphKind.DECOUPLED)
         nothing: Any = None
         found = layer.forward_impl(query, nothing, nothing, None, object(), own.clone())
         kernels.end_step()

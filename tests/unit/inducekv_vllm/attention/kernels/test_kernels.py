@@ -292,11 +292,19 @@ def test_variants_are_compiled_side_by_side_for_a_gpu_that_is_not_there() -> Non
     """In a process of its own, where nothing is interpreted."""
     pytest.importorskip("triton.backends.nvidia")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", FAKE_GPU + COMPILED], env=environment, capture_output=True, text=True)
     assert run.stdout.split() == ["0", "2"], run.stdout + run.stderr
 
 
-COMPILED = """
+def test_a_launch_passes_what_tritons_own_passes() -> None:
+    """To a GPU that is not there; also where another call finds what was compiled before."""
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", FAKE_GPU + LAUNCHED], env=environment, capture_output=True, text=True)
+    assert run.stdout.split() == ["8", "True", "True"], run.stdout + run.stderr
+
+
+FAKE_GPU = """
 from types import SimpleNamespace
 import torch
 import triton
@@ -306,12 +314,24 @@ from inducekv_vllm.attention.kernels.layout import StepTensors
 from inducekv_vllm.attention.kernels.tiles import idle_plan
 from tests.unit.inducekv_vllm.attention.kernels.problems import Memory, make
 
+launched = []
+utils = SimpleNamespace(
+    load_binary=lambda *_: ("module", "function", 64, 0, 1024),
+    get_device_properties=lambda _: {"max_shared_mem": 1 << 18},
+)
 driver = SimpleNamespace(
-    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda _: 0
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda _: 7,
+    # What profilers are told, the seventh, is made anew for each launch.
+    launcher_cls=lambda source, metadata: lambda *given: launched.append((metadata.hash, *given[:6], *given[7:])),
+    utils=utils,
 )
 triton.runtime.driver.set_active(driver)
-problem = make((2, 1, 16), [Memory(1), Memory(2, "decoupled")], [1, 2], torch.float16)
 kernels = device.memory_tiles.device_caches[0][0]
+"""
+COMPILED = """
+problem = make((2, 1, 16), [Memory(1), Memory(2, "decoupled")], [1, 2], torch.float16)
 print(len(kernels))
 launches = []
 for lse in (False, True):
@@ -321,4 +341,18 @@ for lse in (False, True):
     launches.append(launch.arguments_of(problem.pool, problem.tables, step, *rest))
 launch.compile_all(launches)
 print(sum(kernel.asm["cubin"][:4] == b"\\x7fELF" for kernel in kernels.values()))
+"""
+LAUNCHED = """
+launch._check_call = lambda *_: None  # the query is not on a GPU
+problem = make((2, 1, 16), [Memory(1), Memory(2, "decoupled")], [1, 2, 0, 2], torch.float16)
+shape = problem.shape()
+step = StepTensors.from_plan(idle_plan(shape), 1, "cpu")
+of_prompts = torch.randn(4, 2), torch.randn(2, 4).T, torch.randn(2, 6).T[1:5]  # strides of all kinds
+for self_lse in (problem.self_lse, *of_prompts):
+    given = problem.pool, problem.tables, step, problem.query, problem.output, self_lse, 0.5, shape
+    device.memory_tiles[shape.programs, 1](**launch.arguments_of(*given))
+    launch.add_memory(*given)
+print(len(launched), len(kernels) == len(problem.pool.compiled))
+alike = lambda own, ours: own is ours or (type(own) is not torch.Tensor and own == ours)
+print(all(all(map(alike, own, ours)) for own, ours in zip(launched[::2], launched[1::2])))
 """
