@@ -95,30 +95,30 @@ class CachedValues:
             blocks: of each group of the KV cache, the request's blocks in order.
             positions: [t], of tokens whose K and V are in the cache, or are written by work that is queued.
         """
-        found, slots = [], dict[int, Tensor]()  # slots by group: [t] int64
+        found, places = [], dict[tuple[int, int], Tensor]()  # [2, t] int64 by group and C: in which block, and where
         for index in layers:
             layer = self._layers[index]
-            if layer.group not in slots:
-                slots[layer.group] = self._slots(blocks[layer.group], positions, layer.spec.block_size)
-            found.append(self._of_slots(layer.attention, slots[layer.group]))
-        return torch.stack(found, dim=1)
+            cache, scale = self._cache_of(layer.attention)
+            kind = layer.group, cache.shape[-2]
+            if kind not in places:
+                places[kind] = self._places(blocks[layer.group], positions, layer.spec.block_size, kind[1])
+            block, offset = places[kind]
+            rows = cache[block, :, offset].flatten(1) if cache.dim() == 4 else cache[block, offset]  # [t, J V]
+            found.append(rows if scale is None else rows.view(_FP8[layer.attention.kv_cache_dtype]).float() * scale)
+        return torch.stack(found, dim=1).float()
 
-    def _slots(self, blocks: Sequence[int], positions: Sequence[int], C: int) -> Tensor:
+    def _places(self, blocks: Sequence[int], positions: Sequence[int], of_group: int, C: int) -> Tensor:
+        """[2, t]; a block of the cache, of `of_group` tokens, may be several of the kernel's, of C tokens."""
         at = np.asarray(positions, dtype=np.int64)  # [t]
-        slots: list[int] = (np.asarray(blocks, dtype=np.int64)[at // C] * C + at % C).tolist()
-        return self._device.index(slots)
+        slots = np.asarray(blocks, dtype=np.int64)[at // of_group] * of_group + at % of_group
+        return self._device.index(np.stack([slots // C, slots % C]).ravel().tolist()).view(2, -1)
 
-    def _of_slots(self, layer: AttentionLayer, slots: Tensor) -> Tensor:
-        """[t, J V] float32."""
+    def _cache_of(self, layer: AttentionLayer) -> tuple[Tensor, Tensor | None]:
+        """The values [blocks, J, C, D], or latents [blocks, C, V], and the scale of quantised ones."""
         if isinstance(layer, MLAAttention):
-            C = layer.kv_cache.shape[1]  # of [blocks, C, D]
-            return layer.kv_cache[slots // C, slots % C, : layer.kv_lora_rank].float()
-        values = self._view(layer.kv_cache)  # [blocks, J, C, D]
-        C = values.shape[2]  # of the kernel's blocks, of which a block of the cache may be several
-        rows = values[slots // C, :, slots % C].flatten(1)  # [t, J D]
-        if rows.dtype.itemsize > 1:
-            return rows.float()
-        return rows.view(_FP8[layer.kv_cache_dtype]).float() * cast(Tensor, layer._v_scale)
+            return layer.kv_cache[..., : layer.kv_lora_rank], None
+        values = self._view(layer.kv_cache)
+        return values, cast(Tensor, layer._v_scale) if values.dtype.itemsize == 1 else None
 
 
 def _spec_of(spec: KVCacheSpec, layer: str) -> KVCacheSpec:

@@ -305,29 +305,15 @@ def test_a_launch_passes_what_tritons_own_passes() -> None:
 
 
 FAKE_GPU = """
-from types import SimpleNamespace
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
+from benchmarks.kernels.launching import without_gpu
 from inducekv_vllm.attention.kernels import device, launch
 from inducekv_vllm.attention.kernels.layout import StepTensors
 from inducekv_vllm.attention.kernels.tiles import idle_plan
 from tests.unit.inducekv_vllm.attention.kernels.problems import Memory, make
 
 launched = []
-utils = SimpleNamespace(
-    load_binary=lambda *_: ("module", "function", 64, 0, 1024),
-    get_device_properties=lambda _: {"max_shared_mem": 1 << 18},
-)
-driver = SimpleNamespace(
-    get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    get_current_device=lambda: 0,
-    get_current_stream=lambda _: 7,
-    # What profilers are told, the seventh, is made anew for each launch.
-    launcher_cls=lambda source, metadata: lambda *given: launched.append((metadata.hash, *given[:6], *given[7:])),
-    utils=utils,
-)
-triton.runtime.driver.set_active(driver)
+without_gpu(lambda *given: launched.append(given))
 kernels = device.memory_tiles.device_caches[0][0]
 """
 COMPILED = """
@@ -343,7 +329,6 @@ launch.compile_all(launches)
 print(sum(kernel.asm["cubin"][:4] == b"\\x7fELF" for kernel in kernels.values()))
 """
 LAUNCHED = """
-launch._check_call = lambda *_: None  # the query is not on a GPU
 problem = make((2, 1, 16), [Memory(1), Memory(2, "decoupled")], [1, 2, 0, 2], torch.float16)
 shape = problem.shape()
 step = StepTensors.from_plan(idle_plan(shape), 1, "cpu")
