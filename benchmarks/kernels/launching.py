@@ -1,9 +1,9 @@
 """What a launch takes of the host, without a GPU: `python -m benchmarks.kernels.launching [--geometry qwen3-vl-4b]`.
 
 The kernel is compiled for a GPU that is not there, whose driver drops what is launched. `triton` is Triton's own
-launch, `kernel[grid](...)`; `launch` is `kernels.launch.add_memory`. Both take the same arguments by turns, and pass the same
-on. The last line is one JSON object: microseconds, medians over rounds, and their ratio. A prompt's pass
-makes such a launch in each layer; where a CUDA graph is replayed, nothing is launched.
+launch, `kernel[grid](...)`; `launch` is `kernels.launch.add_memory`. Both take the same arguments by turns, and pass on
+the same. The last line is one JSON object: microseconds, medians over rounds, and their ratio. A prompt's pass makes
+such a launch in each layer; where a CUDA graph is replayed, nothing is launched.
 """
 
 from __future__ import annotations
