@@ -128,10 +128,11 @@ async def crowd(ask: Callable[[Any], Any], wanted: Iterable[Any], at_once: int) 
 
 
 async def request(client: httpx.AsyncClient, model: str, member: Member) -> Reply:
-    """A greedy, streamed request."""
+    """A greedy, streamed request, which a router sends where it sends the others of its name."""
     body = {"model": model, "messages": member.question, "max_tokens": TOKENS, "temperature": 0, "stream": True}
     began, first, text = time.perf_counter(), None, ""
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+    headers = {"X-Session-ID": model}
+    async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
         if response.status_code != 200:
             return Reply(response.status_code, (await response.aread()).decode(), time.perf_counter() - began)
         async for line in response.aiter_lines():

@@ -1,0 +1,144 @@
+"""One fleet of bundles on two servers behind vLLM's router: `python -m benchmarks.fleet.router --router vllm-router`.
+
+The servers share a folder, where each finds a bundle by name when it is asked for it, and nothing else. The router
+sends requests of one name to one server. In turn, under Zipf traffic: names are published again and new ones for the
+first time; then one server is killed with SIGKILL. Each answer is compared with the fact that its bundle has by then.
+It says how many names both servers have looked up, and fails if an answer is wrong or a request has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.churn.changes import meanwhile
+from benchmarks.machine import describe_machine
+from benchmarks.server_process import end_with_parent, processes_of, reserved_port, starting
+from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.bundle import write_bundle
+from server.demo import CHECKPOINT
+
+from .bundles import Member, made
+from .run import ENVIRONMENT, LIMITS, SERVER, keep_publishing
+from .traffic import Expected, Fleet, first_tokens
+
+SERVERS = 2
+START_S = 60.0  # of the router
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--router", required=True, metavar="COMMAND", help="vllm-router, or its path")
+    parser.add_argument("--bundles", type=int, default=120)
+    parser.add_argument("--requests", type=int, default=900, help="a third in each part")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        work, files = Path(folder), Path(folder, "bundles")
+        files.mkdir()
+        flags = [str(CHECKPOINT), "--memory-resolver", str(files), *SERVER]
+        logs = [work / f"server-{number}.log" for number in range(SERVERS)]
+        waits = [stack.enter_context(starting(flags, log, ENVIRONMENT)) for log in logs]
+        urls = [wait() for wait in waits]
+        router = stack.enter_context(routed(args.router, urls, work / "router.log"))
+        measured = asyncio.run(measure(router, urls, files, args))
+    known = {"benchmark": "fleet behind a router", "machine": describe_machine(), "bundles": args.bundles}
+    text = json.dumps({**known, **measured}, indent=2)
+    print(text)
+    if args.output is not None:
+        args.output.write_text(text + "\n")
+    return 0 if measured["passed"] else 1
+
+
+@contextmanager
+def routed(command: str, urls: list[str], log: Path) -> Iterator[str]:
+    """The address of a router in front of these servers."""
+    with reserved_port() as port, reserved_port() as metrics, log.open("wb") as output:
+        arguments = ["--worker-urls", *urls, "--policy", "consistent_hash", "--host", "127.0.0.1", "--port", str(port)]
+        process = subprocess.Popen(
+            [command, *arguments, "--prometheus-port", str(metrics), "--prometheus-host", "127.0.0.1"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+        )
+        try:
+            yield _answering(f"http://127.0.0.1:{port}", process, log)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _answering(url: str, process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return url
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise RuntimeError(f"the router does not answer; its log ends with:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+async def measure(router: str, urls: list[str], files: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All parts, one after the other."""
+    expected, found, part = Expected(), dict[str, Any](), args.requests // 3
+    async with httpx.AsyncClient(base_url=router, timeout=600, limits=LIMITS) as client:
+        fleet = Fleet(client, [], expected)
+        publish(fleet, files, range(args.bundles), seed=0)
+        random.Random(1).shuffle(fleet.members)
+        async with meanwhile(keep_publishing(fleet, files)):
+            found["zipf"] = first_tokens(await fleet.zipf(part, args.concurrency, 1))
+        found["names_by_server"], found["names_of_both"] = await names_of(urls)
+        publish(fleet, files, range(args.bundles, args.bundles + 20), seed=1)
+        found["new_names"] = first_tokens([await fleet.ask(member) for member in fleet.members[-20:]])
+        traffic = asyncio.create_task(fleet.zipf(part, args.concurrency, 2))
+        await asyncio.sleep(3)
+        for process in processes_of(urls[0]):
+            os.kill(process, signal.SIGKILL)
+        found["one_server_killed"] = first_tokens(await traffic)
+        found["one_server_left"] = first_tokens(await fleet.zipf(part, args.concurrency, 3))
+        found["each_name_once"] = first_tokens(await fleet.scan(args.concurrency))
+    counts, faults = dict(fleet.counts), fleet.faults
+    return {"verdicts": counts, "faults": faults[:20], **found, "passed": not faults and counts["right"] > 0}
+
+
+def publish(fleet: Fleet, files: Path, numbers: range, seed: int) -> None:
+    """Bundles with facts for the first time, into the folder that all servers look in."""
+    reader, rng = FactReader.of(CHECKPOINT), random.Random(seed)
+    for number in (3 * each for each in numbers):  # every third has facts alone
+        member, bundle = made(reader, number, rng)
+        assert member.answer is not None
+        write_bundle(bundle, member.file(files), verify=False)
+        fleet.members.append(Member(member.name, member.kind, member.question, member.answer))
+        fleet.expected.publish(member.name, member.answer)
+
+
+async def names_of(urls: list[str]) -> tuple[list[int], int]:
+    """How many names each server has looked up, and how many both have."""
+    known = []
+    for url in urls:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            listed = (await client.get("/v1/memory_bundles", params={"limit": 1000})).json()
+        known.append({each["name"] for each in listed["bundles"]})
+    return [len(names) for names in known], len(set.intersection(*known))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
