@@ -53,6 +53,13 @@ class ServedBundle(DatedEntries):
         return self.metadata.gate is not None or self.weighting != "uniform" or bool(self.metadata.facts)
 
     @property
+    def acts_alone(self) -> str | None:
+        """Why nothing else may act on its requests; None if other decoupled memory may."""
+        if self.metadata.task_adapters:
+            return "sends tasks to LoRA adapters"
+        return "is merged into self-attention" if self.num_entries and self.metadata.form == "merged" else None
+
+    @property
     def acts_on_prompt(self) -> bool:
         """Whether some prompt position before the last one may be computed with memory, or with a task's adapter."""
         metadata = self.metadata
