@@ -356,9 +356,7 @@ class BundleRegistry:
         """Raises UnsupportedModel: it cannot be served here, or not beside others if it is to be shared."""
         self._names.check_adapters(name, memory, self._client.vllm_config)
         if name == self._config.shared and memory.acts_alone is not None:
-            raise UnsupportedModel(
-                f"bundle {name!r} {memory.acts_alone}, so requests cannot share it (--memory-shared)"
-            )
+            raise UnsupportedModel(f"bundle {name!r} {memory.acts_alone}: it cannot be shared (--memory-shared)")
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
