@@ -73,8 +73,8 @@ class InduceKVConfig(BaseModel):
     def _shared_is_loaded(self) -> InduceKVConfig:
         if self.shared is not None and (self.shared not in self.bundles or self.max_memories < 2):
             raise ValueError(
-                f"shared (--memory-shared) needs max_memories 2, found {self.max_memories}, and a bundle of the name "
-                f"{self.shared!r} (--memory); of the names are: {', '.join(self.bundles) or 'none'}"
+                f"shared (--memory-shared) must be the name of one of the bundles (--memory), with max_memories 2; "
+                f"found {self.shared!r}, bundles {', '.join(self.bundles) or 'none'}, max_memories {self.max_memories}"
             )
         return self
 

@@ -91,6 +91,10 @@ class TestArguments:
         ours = {"bundles": {"a": str(bundle), "b": str(bundle)}, "decision_cache_entries": 7}
         assert args.additional_config == {"other": 1, "inducekv": ours}
 
+    def test_a_shared_bundle_is_a_second_memory(self, bundle: Path) -> None:
+        expected = {"bundles": {"a": str(bundle)}, "shared": "a", "max_memories": 2}
+        assert config("MODEL", f"--memory=a={bundle}", "--memory-shared=a") == expected
+
     def test_a_users_class_is_kept(self) -> None:
         args = handed("MODEL", "--worker-cls", "my.Worker", "--scheduler-cls", "my.Scheduler")
         assert (args.worker_cls, args.scheduler_cls) == ("my.Worker", "my.Scheduler")
@@ -147,6 +151,7 @@ class TestRefusals:
             (["--memory-state", "BUNDLE"], "file is not a database"),
             (["--gate-log", "/no/such/log"], "/no/such/log: cannot be used as a gate log: No such file or directory"),
             (["--gate-log", "/dev/null"], "cannot be used as a gate log: not a regular file"),
+            (["--memory", "a=BUNDLE", "--memory-shared", "b"], "shared .* found 'b', bundles a, max_memories 2"),
             (["--memory-audit-answers"], "audit_answers needs state, the file to record them in"),
             (["--require-signature", "/no/such.pem"], "/no/such.pem: cannot read the key"),
             (["--require-signature", "BUNDLE"], "not a public key in PEM"),
