@@ -278,14 +278,14 @@ def acting_rows(requests: Mapping[str, WorkerRequest], step: StepRows) -> list[A
         return found
     for number, request_id in enumerate(step.request_ids):
         first, end = end, end + step.num_scheduled[number]
-        request = requests.get(request_id)
-        read = [] if request is None else [each for each in reversed(request.memories) if each.slot is not None]
-        for round_number, memory in enumerate(read):  # the one that is shared acts first
-            assert memory.injection is not None
-            assert memory.slot is not None
+        request, round_number = requests.get(request_id), 0
+        for memory in () if request is None else reversed(request.memories):  # the one that is shared acts first
+            if memory.injection is None or memory.slot is None:
+                continue
             begin = first + max(0, memory.injection.first_active - step.num_computed[number])
             if begin < end:
                 found.append(ActingRows(memory.slot, number, begin, end, round_number))
+                round_number += 1
     return found
 
 
