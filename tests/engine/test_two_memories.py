@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from inducekv_vllm.bundle import Bundle, FactRecord
+from inducekv_vllm.bundle import AdapterRecord, Bundle, FactRecord
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.facts import next_token
 from inducekv_vllm.frontend.offline import MemoryAnswer
+from inducekv_vllm.frontend.request import require_together
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from tests.bundles import as_decoupled
 from tests.engine.facts import OPTIONS, Facts
 from tests.engine.parity import (
@@ -210,6 +212,27 @@ def test_a_tenants_facts_come_first_and_nobody_elses_are_found(served: MemoryEng
         assert found("Oslo", "of bolt", "of all") == [None, None]
         assert found("Quito", "of acme", "of all") == [None, None]
         assert found("Lima", "of bolt", "of acme") == [None, "amil 4"]  # facts alone, without a pass
+
+
+def test_adapters_go_together_with_facts_alone_or_with_the_same(world: World) -> None:
+    plain = world.bundles["acme"].metadata
+    routed = plain.model_copy(
+        update={"task_adapters": (AdapterRecord(task="u", path="u", digest="0" * 64, rank=1),), "entries": ()}
+    )
+    facts, styled = plain.model_copy(update={"entries": ()}), plain.model_copy(update={"adapter": "style"})
+    memories = {
+        name: ServedBundle(metadata, "/nowhere", 0)
+        for name, metadata in {"plain": plain, "routed": routed, "facts": facts, "styled": styled}.items()
+    }
+    for names in (("routed", "facts"), ("facts", "routed"), ("plain", "facts"), ("styled", "styled"), ("routed",)):
+        require_together([memories[name] for name in names])
+    for names, reason in (
+        (("routed", "plain"), r"sends tasks to LoRA adapters cannot act .* in vllm_xargs, by inducekv_memories"),
+        (("plain", "routed"), "sends tasks to LoRA adapters cannot act"),
+        (("styled", "facts"), r"need different LoRA adapters \(none and style\)"),
+    ):
+        with pytest.raises(VLLMValidationError, match=reason):
+            require_together([memories[name] for name in names])
 
 
 def test_what_does_not_go_together_is_refused(served: MemoryEngine) -> None:
