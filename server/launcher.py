@@ -238,6 +238,7 @@ def set_admin_key(environment: MutableMapping[str, str], given: str | None, *, n
 def check_files(config: InduceKVConfig) -> None:
     """Raises InduceKVError: a bundle, a key, the state or the gate's log cannot be used."""
     from inducekv_vllm.bundle import read_bundle, read_public_key, require_signature
+    from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
     from inducekv_vllm.workers.gate_log import open_log
 
     from .resolvers import resolver_of
@@ -248,6 +249,8 @@ def check_files(config: InduceKVConfig) -> None:
         bundle = read_bundle(path, name=f"--memory {name}: {path}")
         if signers:
             require_signature(bundle.signature, bundle.digest, signers, f"--memory {name}: {path}")
+        if name == config.shared:
+            require_shareable(name, ServedBundle.from_bundle(bundle, path))
     if config.resolver is not None:
         resolver_of(config.resolver)
     if config.state is not None:

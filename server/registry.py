@@ -31,9 +31,9 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm import __version__
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
-from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, UnsupportedModel, VersionConflict
+from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.frontend.memory_engine import Lease
-from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.frontend.stopping import EngineStop
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
@@ -355,8 +355,8 @@ class BundleRegistry:
     def _check_memory(self, name: str, memory: ServedBundle) -> None:
         """Raises UnsupportedModel: it cannot be served here, or not beside others if it is to be shared."""
         self._names.check_adapters(name, memory, self._client.vllm_config)
-        if name == self._config.shared and memory.acts_alone is not None:
-            raise UnsupportedModel(f"bundle {name!r} {memory.acts_alone}: it cannot be shared (--memory-shared)")
+        if name == self._config.shared:
+            require_shareable(name, memory)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..bundle import Bundle, EntryRecord
 from ..bundle.lookup import DatedEntries
+from ..errors import UnsupportedModel
 from ..retrieval.entry_terms import Weighting
 
 
@@ -68,3 +69,9 @@ class ServedBundle(DatedEntries):
             or bool(metadata.task_adapters)
             or any(each != "generation" for each in metadata.activations.values())
         )
+
+
+def require_shareable(name: str, memory: ServedBundle) -> None:
+    """Raise UnsupportedModel if requests to other bundles cannot have this one as well."""
+    if memory.acts_alone is not None:
+        raise UnsupportedModel(f"bundle {name!r} {memory.acts_alone}: it cannot be shared (--memory-shared)")
