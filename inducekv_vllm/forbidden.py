@@ -8,14 +8,18 @@ from typing import Final
 
 from vllm.sampling_params import SamplingParams
 
-from .protocol import Decision
+from .protocol import Decided, Decision
 
 BANNED: Final = -100.0  # a bias that bans a token
 
 
-def permitted(decision: Decision, params: SamplingParams | None) -> Decision:
-    """The decision for a request with these parameters: its fact is withheld if they forbid the answer."""
-    if params is None or decision.fact is None or decision.answer is None:
+def permitted(decided: Decided, params: SamplingParams | None) -> Decided:
+    """What is decided for a request with these parameters: a fact is withheld if they forbid its answer."""
+    return decided if params is None else Decided(tuple(_permitted(each, params) for each in decided.each))
+
+
+def _permitted(decision: Decision, params: SamplingParams) -> Decision:
+    if decision.fact is None or decision.answer is None:
         return decision
     return replace(decision, fact=replace(decision.fact, withheld=why_forbidden(params, decision.answer)))
 

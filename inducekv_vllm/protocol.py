@@ -2,10 +2,13 @@
 
     DecideSpec      API process -> scheduler, worker: the worker shall decide once it knows the prompt
     InjectionSpec   API process -> scheduler, worker: nothing needs to be decided
-    Decision        worker -> scheduler -> API process, with every output of the request
+    Decided         worker -> scheduler -> API process, with every output of the request
     Start           scheduler -> worker, with the request's next step: what was decided
 
-The first two travel in `SamplingParams.extra_args`, the others as attributes of vLLM's step outputs.
+A request has one memory or two: its own, and behind it one that it shares with others. It carries a spec for each, all
+of one kind, and a `Decided` has a decision about each. In a layer, the effect is own(shared(self-attention)).
+
+Specs travel in `SamplingParams.extra_args`, the others as attributes of vLLM's step outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from vllm.lora.request import LoRARequest
@@ -22,7 +25,7 @@ from .facts import FactFound, FactMissed, StrictnessName
 from .gate import Closed
 
 EXTRA_ARGS_KEY = "inducekv"
-DECISIONS = "inducekv_decisions"  # an attribute of ModelRunnerOutput: {request id: Decision}
+DECISIONS = "inducekv_decisions"  # an attribute of ModelRunnerOutput: {request id: Decided}
 STARTS = "inducekv_starts"  # an attribute of SchedulerOutput: {request id: Start}
 Source = Literal["computed", "cached", "none"]
 BlockKey = tuple[str, str, int]  # ours, a memory's content, the first position that it acts on
@@ -111,19 +114,26 @@ class DecideSpec:
 PICTURE_SPEC: Final = DecideSpec(bundle="", retrieval=False, top_k=None, remainder=False)
 
 
-def parse_spec(extra_args: Mapping[str, Any] | None) -> DecideSpec | InjectionSpec | None:
-    """Parse the output of `to_extra_args` under `EXTRA_ARGS_KEY`; None for a request without memory.
+Specs = tuple[DecideSpec, ...] | tuple[InjectionSpec, ...]  # in the order of the request's memories
+
+
+def extra_args_of(specs: Specs) -> dict[str, Any]:
+    """What a request carries; nothing for one without memory."""
+    return {EXTRA_ARGS_KEY: [spec.to_extra_args() for spec in specs]} if specs else {}
+
+
+def parse_specs(extra_args: Mapping[str, Any] | None) -> Specs:
+    """Parse what `extra_args_of` gives; empty for a request without memory.
 
     Raises:
-        ValueError: the value is neither of the two specs.
+        ValueError: the value is no list of specs of one kind.
     """
-    raw = (extra_args or {}).get(EXTRA_ARGS_KEY)
-    if raw is None:
-        return None
-    for spec in (DecideSpec, InjectionSpec):
-        if isinstance(raw, Mapping) and raw.keys() == set(spec.__dataclass_fields__):
-            return spec.parse(raw)
-    raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is neither of the two specs: {raw!r}")
+    raw = (extra_args or {}).get(EXTRA_ARGS_KEY, [])
+    for kind in (DecideSpec, InjectionSpec):
+        fields = set(kind.__dataclass_fields__)
+        if isinstance(raw, list) and all(isinstance(each, Mapping) and each.keys() == fields for each in raw):
+            return tuple(kind.parse(each) for each in raw)  # type: ignore[return-value]
+    raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is no list of specs of one kind: {raw!r}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,7 @@ Outcome = Untouched | InjectionSpec | TaskAdapter | Failed
 
 @dataclass(frozen=True)
 class Decision:
-    """What a request is answered with, and why. Metrics, spans, traces and the audit chain read it."""
+    """What a memory answers a request with, and why. Metrics, spans, traces and the audit chain read it."""
 
     outcome: Outcome
     source: Source = "computed"
@@ -216,18 +226,11 @@ class Decision:
             return 0
         return None if self.answer is None else prompt_tokens - 1
 
-    def start(self, prompt_tokens: int, media: Sequence[Any] | None = None) -> Start:
-        """What the request goes on with. Arguments as for `redo_from` and `Start`."""
-        changes = None if isinstance(self.outcome, Untouched | Failed) else self.outcome
-        return Start(self.redo_from(prompt_tokens), changes, self.answer, media)
-
-    def pack(self) -> str:
-        """As one string, which costs an output little: it is packed once, and copied."""
-        return json.dumps({**asdict(self), "outcome": {"kind": type(self.outcome).__name__, **asdict(self.outcome)}})
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "outcome": {"kind": type(self.outcome).__name__, **asdict(self.outcome)}}
 
     @classmethod
-    def unpack(cls, packed: str) -> Decision:
-        raw = json.loads(packed)
+    def parse(cls, raw: Mapping[str, Any]) -> Decision:
         margins, fact, missed = raw["margins"], raw["fact"], raw["missed"]
         return cls(
             **{
@@ -248,29 +251,78 @@ def _parse_outcome(raw: Mapping[str, Any]) -> Outcome:
     return kinds[raw["kind"]](**fields)
 
 
-def decision_without_worker(spec: DecideSpec | InjectionSpec | None) -> Decision | None:
-    """The decision about a request that the workers do not have to decide; None: they have to."""
-    return None if isinstance(spec, DecideSpec) else Decision(spec or Untouched(), source="none")
+@dataclass(frozen=True)
+class Decided:
+    """What a request is answered with: a decision about each of its memories, in their order."""
+
+    each: tuple[Decision, ...]  # one alone for a request that ends with an error
+
+    @classmethod
+    def without_worker(cls, specs: Sequence[DecideSpec | InjectionSpec | None]) -> Decided | None:
+        """About a request that the workers do not have to decide; None: they have to.
+
+        Args:
+            specs: one for each memory; None for one that injects nothing.
+        """
+        if any(isinstance(spec, DecideSpec) for spec in specs):
+            return None
+        return cls(tuple(Decision(spec or Untouched(), source="none") for spec in specs))  # type: ignore[arg-type]
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing could be decided."""
+        return next((each.error for each in self.each if each.error is not None), None)
+
+    @property
+    def injections(self) -> tuple[InjectionSpec, ...]:
+        return tuple(each.injection for each in self.each if each.injection is not None)
+
+    @property
+    def adapter(self) -> TaskAdapter | None:
+        return next((each.outcome for each in self.each if isinstance(each.outcome, TaskAdapter)), None)
+
+    @property
+    def answer(self) -> tuple[int, ...] | None:
+        """The tokens that the request says: of a fact of its own memory before one that is shared."""
+        return next((each.answer for each in self.each if each.answer is not None), None)
+
+    @property
+    def same_pass(self) -> bool:
+        """As that of `Decision`: memories join the pass together."""
+        return any(each.same_pass for each in self.each)
+
+    def changed(self, **changes: Any) -> Decided:
+        """With the same changes of every decision."""
+        return Decided(tuple(replace(each, **changes) for each in self.each))
+
+    def is_valid(self, now: float) -> bool:
+        """Whether it can still be given, at a time in seconds since the epoch."""
+        return all(each.valid_until is None or now < each.valid_until for each in self.each)
+
+    def redo_from(self, prompt_tokens: int) -> int | None:
+        """As that of `Decision`: the first position that any of them changes."""
+        found = [at for each in self.each if (at := each.redo_from(prompt_tokens)) is not None]
+        return min(found, default=None)
+
+    def start(self, prompt_tokens: int, media: Sequence[Any] | None = None) -> Start:
+        """What the request goes on with. Arguments as for `Decision.redo_from` and `Start`."""
+        return Start(self.redo_from(prompt_tokens), self.injections, self.adapter, self.answer, media)
+
+    def pack(self) -> str:
+        """As one string, which costs an output little: it is packed once, and copied."""
+        return json.dumps([each.to_json() for each in self.each])
+
+    @classmethod
+    def unpack(cls, packed: str) -> Decided:
+        return cls(tuple(Decision.parse(raw) for raw in json.loads(packed)))
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a request goes on with from its next step on; nothing if its gate is closed and no fact is found."""
+    """What a request goes on with from its next step on; nothing if its gates are closed and no fact is found."""
 
     redo_from: int | None = None  # the first prompt token that is computed again, if the request was computed before
-    changes: InjectionSpec | TaskAdapter | None = None
+    injections: tuple[InjectionSpec, ...] = ()  # in the order of the request's memories
+    adapter: TaskAdapter | None = None
     answer: tuple[int, ...] | None = None  # what it says, in tokens
     media: Sequence[Any] | None = None  # vLLM's features of the prompt, if the worker has to have their data again
-
-    @property
-    def injection(self) -> InjectionSpec | None:
-        return self.changes if isinstance(self.changes, InjectionSpec) else None
-
-    @property
-    def adapter(self) -> TaskAdapter | None:
-        return self.changes if isinstance(self.changes, TaskAdapter) else None
-
-    @property
-    def block_key(self) -> BlockKey | None:
-        """As that of `InjectionSpec`, if there is one."""
-        return None if self.injection is None else self.injection.block_key

@@ -8,7 +8,8 @@
 A is the first position that memory acts on; for a stored answer, which is said behind the prompt, the prompt's last.
 K and V before it are the untouched model's, so their blocks keep vLLM's hashes and are shared with every other request.
 Hashes are chained: one extra key, in A's block, keeps that block and all later ones, of the prompt or generated, apart
-from untouched ones and from those of any other memory.
+from untouched ones and from those of any other memory. Of two memories, the block in which the later one begins has the
+keys of both: the blocks before it are those of every request that has the earlier one there.
 
 Until the decision, nobody else gets the block of the prompt's last token, even if that fills it: where A lies in it,
 the request goes back in place. Otherwise vLLM's own preemption gives it other blocks. A prompt that the same owner has
@@ -22,8 +23,8 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
 from typing import Any
@@ -40,7 +41,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .forbidden import permitted
-from .protocol import DECISIONS, STARTS, BlockKey, DecideSpec, Decision, Start, parse_spec
+from .protocol import DECISIONS, STARTS, BlockKey, Decided, DecideSpec, InjectionSpec, Start, parse_specs
 from .vllm_seams.config import InduceKVConfig
 
 NEVER = 1 << 60  # a step
@@ -62,24 +63,23 @@ class _Phase(Enum):
 class _Asked:
     """A request whose memory depends on its prompt, until its last output."""
 
-    spec: DecideSpec
     identity: bytes  # `_identity`
-    decision: Decision | None = None
+    decided: Decided | None = None
     start: Start | None = None  # that the worker has not heard of
     lacks_media: bool = False  # the worker has no pixels: the prefix cache had what they become
     held_logprobs: Any = None  # of the prompt; they came with the token that was dropped
 
     @property
     def phase(self) -> _Phase:
-        if self.decision is None:
+        if self.decided is None:
             return _Phase.UNDECIDED
         return _Phase.SETTLED if self.start is None else _Phase.STARTING
 
     @cached_property
     def packed(self) -> str:
-        """The decision, as outputs bring it."""
-        assert self.decision is not None
-        return self.decision.pack()
+        """What is decided, as outputs bring it."""
+        assert self.decided is not None
+        return self.decided.pack()
 
 
 class _MemoryRequests(Scheduler):
@@ -87,7 +87,7 @@ class _MemoryRequests(Scheduler):
         super().__init__(*args, **kwargs)
         config = InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig()
         self.asked: dict[str, _Asked] = {}  # by request id
-        self.known: LRUCache[bytes, Decision] = LRUCache(config.decision_cache_entries)  # by `_identity`
+        self.known: LRUCache[bytes, Decided] = LRUCache(config.decision_cache_entries)  # by `_identity`
         coordinator: Any = self.kv_cache_manager.coordinator
         coordinator.cache_blocks = partial(self._cache_blocks, coordinator.cache_blocks)
         if self.enable_kv_cache_events:
@@ -96,24 +96,25 @@ class _MemoryRequests(Scheduler):
     # ---- the steps of a request, in their order ------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        spec = parse_spec(request.sampling_params.extra_args if request.sampling_params else None)
-        if isinstance(spec, DecideSpec) and request.request_id not in self.requests:
-            self._ask(request, spec)
-        elif spec is not None and not isinstance(spec, DecideSpec):
-            self._keep_apart(request, spec.block_key)
+        specs = parse_specs(request.sampling_params.extra_args if request.sampling_params else None)
+        to_decide = [spec for spec in specs if isinstance(spec, DecideSpec)]
+        if to_decide and request.request_id not in self.requests:
+            self._ask(request, to_decide)
+        else:
+            self._keep_apart(request, [spec for spec in specs if isinstance(spec, InjectionSpec)])
         super().add_request(request)
 
-    def _ask(self, request: Request, spec: DecideSpec) -> None:
+    def _ask(self, request: Request, specs: Sequence[DecideSpec]) -> None:
         """The worker decides, unless it is known what it would say."""
-        asked = self.asked[request.request_id] = _Asked(spec, _identity(request, spec))
+        asked = self.asked[request.request_id] = _Asked(_identity(request, specs))
         known = self.known.get(asked.identity)
-        if known is not None and (known.valid_until is None or time.time() < known.valid_until):
-            known = replace(known, source="cached", seconds=0.0, same_pass=False)
-            asked.decision = permitted(known, request.sampling_params)
-            asked.start = asked.decision.start(request.num_prompt_tokens)
+        if known is not None and known.is_valid(time.time()):
+            known = known.changed(source="cached", seconds=0.0, same_pass=False)
+            asked.decided = permitted(known, request.sampling_params)
+            asked.start = asked.decided.start(request.num_prompt_tokens)
             self._take_blocks(request, asked.start)
         else:
-            request.skip_reading_prefix_cache |= spec.retrieval  # until it is decided
+            request.skip_reading_prefix_cache |= any(spec.retrieval for spec in specs)  # until it is decided
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
@@ -141,10 +142,10 @@ class _MemoryRequests(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        decisions: Mapping[str, Decision] = getattr(model_runner_output, DECISIONS, {})
+        decisions: Mapping[str, Decided] = getattr(model_runner_output, DECISIONS, {})
         going_back = {}
-        for request_id, decision in decisions.items():
-            if (start := self._decided(request_id, decision, model_runner_output)) is not None:
+        for request_id, decided in decisions.items():
+            if (start := self._decided(request_id, decided, model_runner_output)) is not None:
                 going_back[request_id] = start
         self._return_prompt_logprobs(model_runner_output)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
@@ -156,8 +157,8 @@ class _MemoryRequests(Scheduler):
 
     # ---- decisions -----------------------------------------------------------------------------------------------
 
-    def _decided(self, request_id: str, decision: Decision, output: ModelRunnerOutput) -> Start | None:
-        """Take a decision. What a request starts with that goes back, so that its token is dropped."""
+    def _decided(self, request_id: str, decided: Decided, output: ModelRunnerOutput) -> Start | None:
+        """Take what is decided. What a request starts with that goes back, so that its token is dropped."""
         asked, request = self.asked.get(request_id), self.requests.get(request_id)
         if asked is None or asked.phase is not _Phase.UNDECIDED:
             return None
@@ -166,15 +167,15 @@ class _MemoryRequests(Scheduler):
             return None
         request.next_decode_eligible_step = 0
         request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()
-        asked.decision = permitted(decision, request.sampling_params)
-        if decision.error is not None:
+        asked.decided = permitted(decided, request.sampling_params)
+        if decided.error is not None:
             self._drop_token(asked, request_id, output)
             self.encoder_cache_mismatch_reqs.add(request_id)  # vLLM ends these with an error
             return None
         if self.known.maxsize:
-            self.known[asked.identity] = decision
-        start = asked.decision.start(request.num_prompt_tokens, request.mm_features if asked.lacks_media else None)
-        if decision.same_pass:
+            self.known[asked.identity] = decided
+        start = asked.decided.start(request.num_prompt_tokens, request.mm_features if asked.lacks_media else None)
+        if decided.same_pass:
             self._take_blocks(request, start)
         if start.redo_from is None:
             return None
@@ -210,21 +211,21 @@ class _MemoryRequests(Scheduler):
             del request.events[events:]  # to vLLM's metrics it is no preemption
 
     def _take_blocks(self, request: Request, start: Start) -> None:
-        """A request's blocks are those of its memory, from A's on, or all those of its adapter."""
-        if start.block_key is not None:
-            self._keep_apart(request, start.block_key)
-        elif start.adapter is not None:
+        """A request's blocks are those of its memories, from A's on, or all those of its adapter."""
+        self._keep_apart(request, start.injections)
+        if start.adapter is not None:
             request.lora_request = start.adapter.lora_request
             request.block_hashes.clear()
             request.update_block_hashes()
 
-    def _keep_apart(self, request: Request, key: BlockKey) -> None:
-        """From A's block on, the request's blocks are its memory's."""
-        if request._block_hasher is None:  # without a hasher there is no prefix cache
+    def _keep_apart(self, request: Request, injections: Sequence[InjectionSpec]) -> None:
+        """From A's block on, the request's blocks are its memories'."""
+        if request._block_hasher is None or not injections:  # without a hasher there is no prefix cache
             return
         hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        request._block_hasher = BlockHasher(self.hash_block_size, hash_fn, key)
-        _, _, first_active = key
+        keys = tuple(spec.block_key for spec in injections)
+        request._block_hasher = BlockHasher(self.hash_block_size, hash_fn, keys)
+        first_active = min(spec.first_active for spec in injections)
         del request.block_hashes[first_active // self.hash_block_size :]  # vLLM's
         request.update_block_hashes()
 
@@ -253,7 +254,7 @@ class _MemoryRequests(Scheduler):
         for client in outputs.values():
             for output in client.outputs:
                 asked = self.asked.get(output.request_id)
-                if asked is None or asked.decision is None:
+                if asked is None or asked.decided is None:
                     continue
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": asked.packed}
                 if output.finished:
@@ -268,7 +269,7 @@ class _MemoryAsyncScheduler(_MemoryRequests, AsyncScheduler):
     pass
 
 
-def _identity(request: Request, spec: DecideSpec) -> bytes:
+def _identity(request: Request, specs: Sequence[DecideSpec]) -> bytes:
     """A digest that two requests share only if they have one owner and their decisions would be the same.
 
     It includes the user's cache salt: users who must not share prefix blocks must not share decisions either.
@@ -277,17 +278,17 @@ def _identity(request: Request, spec: DecideSpec) -> bytes:
     for feature in request.mm_features:
         sha.update(f"\n{feature.modality} {feature.mm_position.offset} {feature.identifier}".encode())
     adapter = request.lora_request.lora_name if request.lora_request is not None else None
-    sha.update(repr((adapter, request.cache_salt, spec)).encode())
+    sha.update(repr((adapter, request.cache_salt, specs)).encode())
     return sha.digest()
 
 
 @dataclass(frozen=True)
 class BlockHasher:
-    """vLLM's hasher of a request's new full blocks, with the memory in the block of its first active position."""
+    """vLLM's hasher of a request's new full blocks, with each memory in the block of its first active position."""
 
     block_size: int
     hash_fn: Callable[[Any], bytes]
-    key: BlockKey
+    keys: tuple[BlockKey, ...]  # in the order of the request's memories
 
     def __call__(self, request: Request) -> list[BlockHash]:
         hashes: list[BlockHash] = []
@@ -295,15 +296,15 @@ class BlockHasher:
         for first in range(len(request.block_hashes) * size, request.num_tokens - size + 1, size):
             end = first + size
             extra_keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
-            extra_keys = self.with_memory(extra_keys, first, end)
+            extra_keys = self.with_memories(extra_keys, first, end)
             parent = hash_block_tokens(self.hash_fn, parent, request.all_token_ids[first:end], extra_keys)
             hashes.append(parent)
         return hashes
 
-    def with_memory(self, extra_keys: tuple[Any, ...] | None, first: int, end: int) -> tuple[Any, ...] | None:
-        """What is hashed beside the tokens `first` to `end`."""
-        _, _, first_active = self.key
-        return (*(extra_keys or ()), self.key) if first <= first_active < end else extra_keys
+    def with_memories(self, extra_keys: tuple[Any, ...] | None, first: int, end: int) -> tuple[Any, ...] | None:
+        """What is hashed beside the tokens `first` to `end`: all memories that act on them, if one begins there."""
+        acting = [key for key in self.keys if key[2] < end]
+        return (*(extra_keys or ()), *acting) if any(first <= key[2] for key in acting) else extra_keys
 
 
 def event_extra_keys(
@@ -315,5 +316,5 @@ def event_extra_keys(
     """
     keys, next_mm_idx = generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
     if isinstance(hasher := request._block_hasher, BlockHasher):
-        keys = hasher.with_memory(keys, start_token_idx, end_token_idx)
+        keys = hasher.with_memories(keys, start_token_idx, end_token_idx)
     return keys, next_mm_idx

@@ -25,6 +25,7 @@ from vllm.tasks import SupportedTask
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
 from inducekv_vllm.frontend.memory_engine import MemoryEngine, MemoryRequest
+from inducekv_vllm.frontend.request import memory_names
 from inducekv_vllm.frontend.stopping import EngineStop
 from inducekv_vllm.vllm_seams.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
@@ -111,7 +112,7 @@ class InduceKVEndpoint:
         engine_client.generate = engine.generate  # type: ignore[method-assign]
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
-        bring_bundles(state, models, registry)
+        bring_bundles(state, models, registry, config)
         state.inducekv_registry, state.inducekv_engine, state.inducekv_access = registry, engine, access
 
 
@@ -192,14 +193,15 @@ def refuse_beam_search(state: State, engine: MemoryEngine) -> None:
             serving.beam_search = guarded(serving.beam_search)  # type: ignore[method-assign]
 
 
-def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleRegistry) -> None:
-    """Make every OpenAI route load the bundle that a request names, where vLLM looks whether the name is served."""
+def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleRegistry, config: InduceKVConfig) -> None:
+    """Make every OpenAI route load the bundles of a request, where vLLM looks whether its model is served."""
 
     def guarded(check: Callable[..., Any]) -> Callable[..., Any]:
         async def guarded_check(request: Any) -> Any:
             model = request.model
             if model and not models.is_base_model(model) and not dict.__contains__(models.lora_requests, model):
-                await registry.bring(model)
+                for name in memory_names(model, getattr(request, "vllm_xargs", None), config):
+                    await registry.bring(name)
             return await check(request)
 
         return guarded_check

@@ -85,17 +85,9 @@ class Journal:
         Raises:
             ConfigError, CapacityError: it cannot be recorded.
         """
-        details = {
-            "request": request_id,
-            "by": owner[:KEY_DIGITS] or None,
-            "name": trace["bundle"],
-            "digest": trace["digest"],
-            "task": trace["gate"] and trace["gate"]["task"],
-            "entries": {
-                **{entry["id"]: entry["weight"] for entry in trace["entries"]},
-                **{fact["id"]: 1.0 for fact in trace["facts"] if fact["withheld"] is None},
-            },
-        }
+        details = {"request": request_id, "by": owner[:KEY_DIGITS] or None, **_answered(trace)}
+        if trace["shared"] is not None:
+            details["shared"] = _answered(trace["shared"])
         await asyncio.to_thread(self._state.note, "answer", details)
 
     def note_fact(self, name: str, fact: str) -> None:
@@ -127,3 +119,16 @@ class Journal:
     async def traces(self, owner: str, cache_salt: str | None, response_id: str) -> list[dict[str, Any]]:
         """The traces of a response of any API process."""
         return await asyncio.to_thread(self._state.traces, owner, cache_salt, response_id)
+
+
+def _answered(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """What the audit chain keeps of a memory's part in an answer."""
+    return {
+        "name": trace["bundle"],
+        "digest": trace["digest"],
+        "task": trace["gate"] and trace["gate"]["task"],
+        "entries": {
+            **{entry["id"]: entry["weight"] for entry in trace["entries"]},
+            **{fact["id"]: 1.0 for fact in trace["facts"] if fact["withheld"] is None},
+        },
+    }

@@ -95,6 +95,8 @@ def add_flags(group: Any) -> None:
 
     text = "serve the bundle at PATH as model NAME"
     add("--memory", "bundles", "NAME=PATH", text, type=_named_path, action="append")
+    text = "let requests to any other bundle have the bundle NAME, too, as a second memory that all of them share"
+    add("--memory-shared", "shared", "NAME", text)
     add("--memory-top-k", "top_k", "K", "retrieve the K nearest entries for a request; all if not given", type=int)
     text = "with --memory-top-k and square-root weighting, leave what is not retrieved out of the softmax"
     add("--no-memory-remainder", "remainder", None, text, action="store_const", const=False)
@@ -207,6 +209,8 @@ def merged(users: Any, own: dict[str, Any]) -> InduceKVConfig:
         raise UsageError(f"--memory gives the name {twice[0]!r} twice")
     if twice := sorted(users.get("bundles", {}).keys() & dict(bundles)):
         raise UsageError(f"the name {twice[0]!r} is given by --memory and by --additional-config")
+    if "shared" in given:
+        given.setdefault("max_memories", 2)
     if twice := sorted(users.keys() & given):
         raise UsageError(f"{twice[0]!r} is given by a flag and by --additional-config")
     return InduceKVConfig.parse({**users, **given, "bundles": {**users.get("bundles", {}), **dict(bundles)}})
@@ -234,6 +238,7 @@ def set_admin_key(environment: MutableMapping[str, str], given: str | None, *, n
 def check_files(config: InduceKVConfig) -> None:
     """Raises InduceKVError: a bundle, a key, the state or the gate's log cannot be used."""
     from inducekv_vllm.bundle import read_bundle, read_public_key, require_signature
+    from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
     from inducekv_vllm.workers.gate_log import open_log
 
     from .resolvers import resolver_of
@@ -244,6 +249,8 @@ def check_files(config: InduceKVConfig) -> None:
         bundle = read_bundle(path, name=f"--memory {name}: {path}")
         if signers:
             require_signature(bundle.signature, bundle.digest, signers, f"--memory {name}: {path}")
+        if name == config.shared:
+            require_shareable(name, ServedBundle.from_bundle(bundle, path))
     if config.resolver is not None:
         resolver_of(config.resolver)
     if config.state is not None:

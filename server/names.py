@@ -168,7 +168,8 @@ class Names:
         version.active += 1
         try:
             adapter = self.adapter(name, memory.adapter) if memory.adapter is not None else None
-            yield Lease(memory, adapter, version.task_adapters, self._metrics.of_requests(name, version))
+            metrics = self._metrics.of_requests(name, version)
+            yield Lease(memory, version.task_adapters, adapter=adapter, metrics=metrics)
         finally:
             version.active -= 1
             self._end_use(version)

@@ -33,7 +33,7 @@ from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
 from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.frontend.memory_engine import Lease
-from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.frontend.stopping import EngineStop
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
@@ -283,7 +283,7 @@ class BundleRegistry:
             if is_new and self._state.num_names() >= self._config.max_bundles and (first := self._state.found_first()):
                 self._leave(await asyncio.to_thread(self._state.drop, first, RESOLVER))
             self._check_name(name, replace=True)
-            self._names.check_adapters(name, checked.memory, self._client.vllm_config)
+            self._check_memory(name, checked.memory)
             record = _record(name, checked.memory, RESOLVER, checked.memory.path)
             event = Change.LOAD.value if is_new else "replace"
             arguments = (record, checked.memory, None, None, 1, event, None, tag)
@@ -301,7 +301,7 @@ class BundleRegistry:
         """Make a checked bundle resident, record it, and log it."""
         began, memory = time.monotonic(), checked.memory
         name, digest = record.name, memory.digest
-        self._names.check_adapters(name, memory, self._client.vllm_config)
+        self._check_memory(name, memory)
         before = self._names.served(name).digest if name in self._names else None
         event, done = change.value, change.done
         if change is Change.LOAD and before is not None:
@@ -351,6 +351,12 @@ class BundleRegistry:
 
     def _check_name(self, name: str, *, replace: bool) -> None:
         self._names.check_name(name, replace=replace, at_most=self._config.max_bundles)
+
+    def _check_memory(self, name: str, memory: ServedBundle) -> None:
+        """Raises UnsupportedModel: it cannot be served here, or not beside others if it is to be shared."""
+        self._names.check_adapters(name, memory, self._client.vllm_config)
+        if name == self._config.shared:
+            require_shareable(name, memory)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 

@@ -426,6 +426,7 @@ class MemoryTrace(BaseModel):
                     "facts": [],
                     "missed": None,
                     "strictness": None,
+                    "shared": None,
                     "timings": {
                         "decision_source": "computed",
                         "decision_ms": 0.2,

@@ -79,7 +79,8 @@ CREATE INDEX IF NOT EXISTS contents_resident ON contents (digest) WHERE resident
 DROP_UNUSED: Final = (
     "DELETE FROM contents WHERE digest = ?1 AND resident_bytes IS NULL "
     "AND NOT EXISTS (SELECT * FROM versions WHERE digest = ?1)",
-    "DELETE FROM traces WHERE digest = ?1 AND NOT EXISTS (SELECT * FROM contents WHERE digest = ?1)",
+    "DELETE FROM traces WHERE ?1 IN (digest, trace ->> '$.shared.digest') "
+    "AND NOT EXISTS (SELECT * FROM contents WHERE digest = ?1)",
 )
 IS_PINNED: Final = (
     "EXISTS (SELECT * FROM versions JOIN pins USING (name) WHERE versions.digest = contents.digest AND served)"

@@ -13,7 +13,7 @@ from typing import Any
 
 # Files whose tests share a server or an engine are a group: those of `tests/server` without these, and ENGINE.
 NO_SHARED_SERVER = ("api_key", "audit", "launcher", "memory_helps", "pins", "registry", "several_processes")
-NO_SHARED_SERVER += ("versions", "wheel")
+NO_SHARED_SERVER += ("shared_memory", "versions", "wheel")
 ENGINE = ("tests/engine/test_memory_engine.py", "tests/server/test_registry.py")
 SERVERS = ("tests/research/test_continual_http.py",)  # one more that shares their server
 # Has no recorded seconds, so that it begins behind every engine that has. vLLM imports numba for drafts by n-grams, and

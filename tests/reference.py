@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Bundle, Gate
 from inducekv_vllm.bundle.activation import first_active_position
 from inducekv_vllm.retrieval.entry_terms import EntryTerms
+from selector.backbone import injection
 from selector.backbone.gate_rule import routed_tasks, routing
 from selector.backbone.generation import score
 from selector.backbone.injection import TensorMemory, Terms
@@ -23,10 +27,11 @@ from selector.backbone.token_values import evidence_of_prompts
 @torch.no_grad()
 def reference_logprobs(
     backbone: Backbone,
-    bundle: Bundle,
+    bundle: Bundle | None,
     prompt: Inputs,
     token_ids: Sequence[int],
     *,
+    beneath: Bundle | None = None,
     top_k: int | None = None,
     remainder: bool = False,
 ) -> Tensor:
@@ -34,12 +39,27 @@ def reference_logprobs(
 
     Runs both passes: query key and evidence from the untouched model, then the tokens under the retrieved memory, or
     under the untouched model if the bundle's relevance gate is closed.
+
+    Args:
+        beneath: the bundle that the request shares with others; `bundle` acts on what its memory has made.
     """
+    active = bundle and _active(backbone, bundle, prompt, top_k, remainder)
+    shared = beneath and _active(backbone, beneath, prompt, None, False)
+    if active is None or shared is None:
+        return score(backbone, [prompt], [token_ids], *(active or shared or ()))[0]
+    with _beneath(*shared):
+        return score(backbone, [prompt], [token_ids], *active)[0]
+
+
+def _active(
+    backbone: Backbone, bundle: Bundle, prompt: Inputs, top_k: int | None, remainder: bool
+) -> tuple[TensorMemory, Terms] | None:
+    """What acts on a prompt; None if the bundle's gate is closed."""
     memory = TensorMemory.from_bundle(bundle, device=backbone.device)
     evidence = torch.zeros(1, 0) if bundle.gate is None else reference_evidence(backbone, bundle.gate, prompt)[None]
     is_open, log_prior = routing(bundle, evidence)
     if not is_open[0]:
-        return score(backbone, [prompt], [token_ids])[0]
+        return None
     query_keys = backbone.retrieval_keys(prompt)  # [1, d]
     terms = memory.terms(query_keys, top_k=top_k, remainder=remainder, log_prior=log_prior)
     if memory.form == "decoupled":
@@ -47,7 +67,22 @@ def reference_logprobs(
         placeholders = placeholder_ids(backbone.model.config)
         start = first_active_position(activation, prompt["input_ids"][0].tolist(), placeholders)
         terms = replace(terms, first_active=torch.tensor([start]))
-    return score(backbone, [prompt], [token_ids], memory, terms)[0]
+    return memory, terms
+
+
+@contextmanager
+def _beneath(memory: TensorMemory, terms: Terms) -> Iterator[None]:
+    """Within the context, the output of every self-attention has this decoupled memory already."""
+    plain = injection.own_attention
+
+    def with_memory(*layer: Any, **options: Any) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch, injection.injected(memory, terms):
+            patch.setattr(injection, "own_attention", plain)
+            return injection.attention(*layer, **options)[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(injection, "own_attention", with_memory)
+        yield
 
 
 def reference_evidence(backbone: Backbone, gate: Gate, prompt: Inputs) -> Tensor:

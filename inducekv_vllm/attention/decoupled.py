@@ -35,7 +35,7 @@ class ActiveRows:
 class DecoupledStep:
     """The active rows of the running step, set before the forward pass; every layer reads them (`AddsMemory`)."""
 
-    active: list[ActiveRows] = field(default_factory=list)
+    active: list[ActiveRows] = field(default_factory=list)  # in the order in which they act
     merged: list[ActiveRows] = field(default_factory=list)  # of merged memory, which is added elsewhere
     deciding: dict[int, Callable[[], None]] = field(default_factory=dict)
 
@@ -84,13 +84,14 @@ class DecoupledStep:
 
 
 def active_rows(acting: Sequence[ActingRows]) -> list[ActiveRows]:
-    """Group the rows of a step that memory acts on by memory: requests of one task share theirs."""
-    ranges: dict[int, list[tuple[int, int]]] = {}  # by the memory's slot
+    """Group the rows of a step that memory acts on by round and memory: requests of one task share theirs."""
+    ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by round, and by the memory's slot
     by_slot: dict[int, RequestMemory] = {}
     for each in acting:
         by_slot[each.memory.slot] = each.memory
-        ranges.setdefault(each.memory.slot, []).append((each.first, each.end))
-    return [ActiveRows(_rows_of(ranges[slot]), memory) for slot, memory in by_slot.items()]
+        ranges.setdefault((each.round, each.memory.slot), []).append((each.first, each.end))
+    in_rounds = sorted(ranges, key=lambda each: each[0])
+    return [ActiveRows(_rows_of(ranges[each]), by_slot[each[1]]) for each in in_rounds]
 
 
 def _add(query: Tensor, output: Tensor, memory: RequestMemory, layer: int, scale: float) -> None:

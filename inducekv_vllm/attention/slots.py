@@ -152,6 +152,7 @@ class ActingRows:
     request: int  # its number in the step
     first: int
     end: int
+    round: int = 0  # 1 for the second of two memories, which acts on what the first one has made of the output
 
 
 @dataclass

@@ -1,16 +1,17 @@
 """The engine client with memory: vLLM's own `generate`, with what the workers need to decide on a request.
 
 `MemoryEngine.generate` replaces the engine client's `generate`, so every route of vLLM's server goes through it. A
-request for a memory carries a `MemoryRequest`; every other request goes straight to the original. Its outputs bring the
-decision (`scheduler.py`), the first that is read too: metrics, spans, traces and the audit chain read it.
+request for a memory carries a `MemoryRequest`; every other request goes straight to the original. `memory_names` says
+which memories it has (`request.py`). Its outputs bring what was decided (`scheduler.py`), the first that is read too:
+metrics, spans, traces and the audit chain read it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
@@ -24,14 +25,22 @@ from vllm.sampling_params import SamplingParams
 
 from ..backbone.placeholders import placeholder_ids
 from ..errors import InduceKVError, TaskDataError, UnknownBundle
-from ..protocol import Decision, decision_without_worker
+from ..protocol import Decided
 from ..vllm_seams.config import InduceKVConfig
 from .journal import EngineJournal
 from .observation import BundleMetrics, Observation, observing
 from .owner import OWNER
 from .pictures import picture_params, state_in
-from .request import EngineRequest, cache_salt_of, engine_request, mm_items, refuse_options, require_rendered
-from .served_bundle import ServedBundle
+from .request import (
+    AdaptedMemory,
+    EngineRequest,
+    cache_salt_of,
+    engine_request,
+    memory_names,
+    mm_items,
+    refuse_options,
+    require_rendered,
+)
 from .stopping import EngineStop
 from .trace import describe
 from .wordings import PRIORITY, wording_messages, wording_params, wordings_in
@@ -41,14 +50,12 @@ class MemoryRequest(LoRARequest):
     """The handle of a bundle in vLLM's table of adapters. It is never sent to the engine."""
 
 
-@dataclass(frozen=True)
-class Lease:
+@dataclass(frozen=True, kw_only=True)
+class Lease(AdaptedMemory):
     """One version of a memory, kept resident for one request."""
 
-    memory: ServedBundle
-    adapter: LoRARequest | None  # of the memory
-    task_adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # instead of entries, by task
-    metrics: BundleMetrics | None = None  # of its name; None for none
+    metrics: BundleMetrics  # of its name
+    adapter: LoRARequest | None = None  # of the memory
 
 
 class MemorySource(Protocol):
@@ -90,12 +97,12 @@ class MemoryEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """`AsyncLLM.generate`, with memory for a `MemoryRequest`.
 
-        A request is checked at the call, before its stream begins, and keeps the version that its memory has when the
-        stream begins until it ends.
+        A request is checked at the call, before its stream begins, and keeps the versions that its memories have when
+        the stream begins until it ends.
 
         Raises:
-            VLLMValidationError: the arguments do not fit the memory.
-            VLLMNotFoundError: the bundle has been unloaded since the server accepted the request.
+            VLLMValidationError: the arguments do not fit the memories, or these do not go together.
+            VLLMNotFoundError: a bundle has been unloaded since the server accepted the request.
             RetryableRequestError: the server is shutting down.
         """
         with self._invalidating_mm_cache(prompt):
@@ -103,14 +110,15 @@ class MemoryEngine:
             if not isinstance(lora_request, MemoryRequest):
                 refuse_options(sampling_params)
                 return self._plain_generate(prompt, sampling_params, request_id, lora_request=lora_request, **options)
-            rendered, name, owner = require_rendered(prompt), lora_request.lora_name, OWNER.get()
-            with self._lease(name) as lease:
-                request = self._request(lease, rendered, sampling_params, owner)
-        return self._generate_with_memory(name, owner, rendered, request, request_id, options)
+            rendered, owner = require_rendered(prompt), OWNER.get()
+            names = memory_names(lora_request.lora_name, sampling_params.extra_args, self._config)
+            with self._leases(names) as leases:
+                request = self._request(leases, rendered, sampling_params, owner)
+        return self._generate_with_memory(names, owner, rendered, request, request_id, options)
 
     async def _generate_with_memory(
         self,
-        name: str,
+        names: Sequence[str],
         owner: str,
         prompt: EngineInput,
         request: EngineRequest,
@@ -120,30 +128,32 @@ class MemoryEngine:
         with contextlib.ExitStack() as stack:
             with self._invalidating_mm_cache(prompt):
                 stack.enter_context(self._stop.running())
-                lease = stack.enter_context(self._lease(name))
-                if lease.memory is not request.memory:  # another version has taken its place since the call
-                    request = self._request(lease, prompt, request.user_params, owner)
-            memory, metrics = lease.memory, lease.metrics or BundleMetrics(name, exported=False)
-            observed = stack.enter_context(observing(metrics, memory, options.get("trace_headers"), self._tracing))
+                leases = stack.enter_context(self._leases(names))
+                if [lease.memory for lease in leases] != list(request.memories):  # others took their places since
+                    request = self._request(leases, prompt, request.user_params, owner)
+            memories = [(lease.metrics, lease.memory) for lease in leases]
+            observed = stack.enter_context(observing(memories, options.get("trace_headers"), self._tracing))
             options = {**options, "trace_headers": observed.trace_headers}
-            outputs = self._plain_generate(prompt, request.params, request_id, lora_request=lease.adapter, **options)
-            decision = decision_without_worker(request.spec)
+            outputs = self._plain_generate(
+                prompt, request.params, request_id, lora_request=leases[0].adapter, **options
+            )
+            decided = Decided.without_worker(request.specs)
             packed: str | None = None
             is_noted = False
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     brought = _packed_in(output)
                     if brought is not None and brought != packed:
-                        packed, decision = brought, Decision.unpack(brought)
-                    if decision is not None and decision.error is not None:
-                        raise GenerationError(decision.error)
-                    if not is_noted and decision is not None:
+                        packed, decided = brought, Decided.unpack(brought)
+                    if decided is not None and decided.error is not None:
+                        raise GenerationError(decided.error)
+                    if not is_noted and decided is not None:
                         is_noted = True
-                        await self._note(request_id, owner, metrics.bundle, memory, decision, observed)
+                        await self._note(request_id, owner, leases, decided, observed)
                     if output.finished:
                         observed.finished(output)
-                    if output.finished and request.is_traced and decision is not None:
-                        trace = {**describe(metrics.bundle, memory, decision), "timings": observed.timings}
+                    if output.finished and request.is_traced and decided is not None:
+                        trace = {**_described(leases, decided), "timings": observed.timings}
                         if self._journal is not None:
                             await self._journal.put_trace(owner, cache_salt_of(prompt), request_id, trace)
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}
@@ -165,10 +175,10 @@ class MemoryEngine:
         except (ValueError, TypeError, OSError, RuntimeError) as error:  # whatever vLLM says of a bad one
             raise TaskDataError(f"its picture cannot be used: {error}") from error
         with self._invalidating_mm_cache(prompt), self._stop.running():
-            decision = None
+            decided = None
             async for output in self._plain_generate(prompt, picture_params(), f"picture-{uuid4()}"):
-                decision = pop_decision(output) or decision
-        return state_in(decision)
+                decided = pop_decided(output) or decided
+        return state_in(decided)
 
     async def wordings(self, question: str, count: int) -> list[str]:
         """Other wordings of a question by the served model, which may be bad ones; about twice as many as `count`.
@@ -190,38 +200,44 @@ class MemoryEngine:
             raise TaskDataError(f"no wordings can be proposed: {error}") from error
         return found
 
-    def _request(self, lease: Lease, prompt: EngineInput, params: SamplingParams, owner: str) -> EngineRequest:
-        memory, adapters = lease.memory, lease.task_adapters
-        return engine_request(memory, prompt, params, self._config, self._placeholders, owner, adapters)
+    def _request(
+        self, leases: Sequence[Lease], prompt: EngineInput, params: SamplingParams, owner: str
+    ) -> EngineRequest:
+        return engine_request(leases, prompt, params, self._config, self._placeholders, owner)
 
     async def _note(
-        self, request_id: str, owner: str, name: str, memory: ServedBundle, decision: Decision, observed: Observation
+        self, request_id: str, owner: str, leases: Sequence[Lease], decided: Decided, observed: Observation
     ) -> None:
         """Before the answer begins."""
-        observed.decided(decision)
+        observed.decided(decided)
         if self._journal is None:
             return
-        self._journal.note_decision(name, memory, decision)
-        if decision.answer is not None and decision.fact is not None:
-            self._journal.note_fact(name, memory.metadata.facts[decision.fact.number].id)
+        for lease, decision in zip(leases, decided.each, strict=True):
+            name, memory = lease.metrics.bundle, lease.memory
+            self._journal.note_decision(name, memory, decision)
+            if decision.answer is not None and decision.fact is not None:
+                self._journal.note_fact(name, memory.metadata.facts[decision.fact.number].id)
         if not self._config.audit_answers:
             return
         try:
-            await self._journal.record_answer(request_id, owner, describe(name, memory, decision))
+            await self._journal.record_answer(request_id, owner, _described(leases, decided))
         except InduceKVError as error:  # without a record there is no answer
             raise RetryableRequestError(str(error)) from error
 
     @contextlib.contextmanager
-    def _lease(self, name: str) -> Iterator[Lease]:
-        """The source's lease, with its errors converted to vLLM's, which HTTP answers with the right status."""
+    def _leases(self, names: Sequence[str]) -> Iterator[list[Lease]]:
+        """The source's leases, each content once, with its errors converted to vLLM's, which HTTP answers with the
+        right status.
+        """
         with contextlib.ExitStack() as stack:
             try:
-                lease = stack.enter_context(self._memories.lease(name))
+                leases = [stack.enter_context(self._memories.lease(name)) for name in names]
             except UnknownBundle as error:
                 raise VLLMNotFoundError(str(error)) from error
             except InduceKVError as error:
                 raise VLLMValidationError(str(error)) from error
-            yield lease
+            own, *others = leases
+            yield [own, *(lease for lease in others if lease.memory.digest != own.memory.digest)]
 
     def invalidate_mm_cache(self, prompt: Any) -> None:
         """Call this for a rendered prompt that the engine never receives.
@@ -246,10 +262,14 @@ class MemoryEngine:
             raise
 
 
-def pop_decision(output: RequestOutput) -> Decision | None:
-    """The decision that an output brings, if it brings one. It is taken out of vLLM's field."""
+def _described(leases: Sequence[Lease], decided: Decided) -> dict[str, Any]:
+    return describe([(lease.metrics.bundle, lease.memory) for lease in leases], decided)
+
+
+def pop_decided(output: RequestOutput) -> Decided | None:
+    """What was decided, if an output brings it. It is taken out of vLLM's field."""
     packed = _packed_in(output)
-    return None if packed is None else Decision.unpack(packed)
+    return None if packed is None else Decided.unpack(packed)
 
 
 def _packed_in(output: RequestOutput) -> str | None:

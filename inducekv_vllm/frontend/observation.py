@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Final, get_args
 
 from opentelemetry.trace import Span, SpanKind, get_tracer, set_span_in_context
@@ -26,11 +27,12 @@ from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
 from ..gate import Closed
-from ..protocol import Decision, Source, Untouched
+from ..protocol import Decided, Decision, Source, Untouched
 from .served_bundle import ServedBundle
 
 CLIENT_ERRORS: Final = (VLLMClientError, ValueError, TypeError)  # answered with 4xx
 SPAN: Final = "inducekv_request"
+PREFIXES: Final = ("inducekv", "inducekv.shared")  # of the span's attributes, for each memory of a request
 OTHER: Final = "(other)"  # the label of names without series of their own; no bundle may have this name
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
@@ -102,12 +104,18 @@ OF_A_BUNDLE: Final = (REQUESTS, DECISIONS, *BY_BUNDLE_ALONE)
 
 @contextmanager
 def observing(
-    metrics: BundleMetrics, memory: ServedBundle, headers: Mapping[str, str] | None, tracing: bool
+    memories: Sequence[tuple[BundleMetrics, ServedBundle]], headers: Mapping[str, str] | None, tracing: bool
 ) -> Iterator[Observation]:
-    """Observe one request from its beginning to its end; `headers` are the trace headers that it came with."""
-    span = RequestSpan(tracing, headers, metrics.bundle, memory)
-    observed = Observation(metrics, span)
-    with metrics.active():
+    """Observe one request from its beginning to its end, for each of its memories.
+
+    Args:
+        headers: the trace headers that it came with.
+    """
+    span = RequestSpan(tracing, headers, [(metrics.bundle, memory) for metrics, memory in memories])
+    observed = Observation([metrics for metrics, _ in memories], span)
+    with ExitStack() as stack:
+        for metrics, _ in memories:
+            stack.enter_context(metrics.active())
         try:
             yield observed
         except Exception as error:
@@ -120,40 +128,43 @@ def observing(
 class Observation:
     """It is told of each step of a request when the step has ended."""
 
-    def __init__(self, metrics: BundleMetrics, span: RequestSpan) -> None:
+    def __init__(self, metrics: Sequence[BundleMetrics], span: RequestSpan) -> None:
+        """`metrics` of each memory."""
         self._metrics = metrics
         self._span = span
         self._began = time.perf_counter()
-        self._decision: Decision | None = None
+        self._decided = Decided((Decision(Untouched()),))
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
         """For the engine, so that its span is a child of the request's."""
         return self._span.headers
 
-    def decided(self, decision: Decision) -> None:
-        self._decision = decision
-        self._metrics.decided(decision)
-        self._span.decided(decision)
+    def decided(self, decided: Decided) -> None:
+        self._decided = decided
+        for metrics, decision in zip(self._metrics, decided.each, strict=True):
+            metrics.decided(decision)
+        self._span.decided(decided)
 
     def finished(self, output: RequestOutput) -> None:
-        self._metrics.answered(time.perf_counter() - self._began)
-        # The engine's own time: a request that is not streamed has one output, with its last token.
-        if isinstance(output.metrics, RequestStateStats):
-            self._metrics.first_token(output.metrics.first_token_latency)
+        for metrics in self._metrics:
+            metrics.answered(time.perf_counter() - self._began)
+            # The engine's own time: a request that is not streamed has one output, with its last token.
+            if isinstance(output.metrics, RequestStateStats):
+                metrics.first_token(output.metrics.first_token_latency)
 
     def failed(self, error: Exception) -> None:
         if not isinstance(error, CLIENT_ERRORS):
-            self._metrics.failed()
+            for metrics in self._metrics:
+                metrics.failed()
         self._span.failed(error)
 
     @property
     def timings(self) -> dict[str, float | str]:
         """For a trace."""
-        decision = self._decision or Decision(Untouched())
         return {
-            "decision_source": decision.source,
-            "decision_ms": 1e3 * decision.seconds,
+            "decision_source": self._decided.each[0].source,
+            "decision_ms": 1e3 * sum(decision.seconds for decision in self._decided.each),
             "request_ms": 1e3 * (time.perf_counter() - self._began),
         }
 
@@ -238,34 +249,23 @@ class BundleMetrics:
 class RequestSpan:
     """The span of one request with memory. Without tracing it does nothing."""
 
-    def __init__(self, enabled: bool, headers: Mapping[str, str] | None, bundle: str, memory: ServedBundle) -> None:
-        """`headers` are the trace headers of the HTTP request."""
+    def __init__(
+        self, enabled: bool, headers: Mapping[str, str] | None, memories: Sequence[tuple[str, ServedBundle]]
+    ) -> None:
+        """`headers` are the trace headers of the HTTP request; `memories` have names."""
         self.headers: Mapping[str, str] | None = headers  # for the engine
         self._span: Span | None = None
         if enabled:
-            self._span = _start(headers, {"inducekv.bundle": bundle, "inducekv.digest": memory.digest})
+            named = zip(PREFIXES, memories, strict=False)
+            attributes = [{f"{each}.bundle": name, f"{each}.digest": own.digest} for each, (name, own) in named]
+            self._span = _start(headers, dict(ChainMap(*attributes)))
             self.headers = _headers_of(self._span)
 
-    def decided(self, decision: Decision) -> None:
+    def decided(self, decided: Decided) -> None:
         """Add what the request is answered with."""
-        if self._span is None:
-            return
-        attributes: dict[str, str | int | float] = {
-            "inducekv.decision.source": decision.source,
-            "inducekv.decision.seconds": decision.seconds,
-            "inducekv.gate": decision.verdict,
-        }
-        if decision.margins is not None:
-            attributes["inducekv.gate.margin"] = max(decision.margins)
-        if decision.task is not None:
-            attributes["inducekv.task"] = decision.task
-        if decision.entries:
-            attributes["inducekv.entries"] = len(decision.entries)
-        if decision.fact is not None:
-            attributes["inducekv.fact"] = decision.answer is not None
-        if decision.similarity is not None:
-            attributes["inducekv.similarity"] = decision.similarity
-        self._span.set_attributes(attributes)
+        for prefix, decision in zip(PREFIXES, decided.each, strict=False):
+            if self._span is not None:
+                self._span.set_attributes({f"{prefix}.{name}": each for name, each in _attributes(decision).items()})
 
     def failed(self, error: Exception) -> None:
         if self._span is not None:
@@ -274,6 +274,25 @@ class RequestSpan:
     def end(self) -> None:
         if self._span is not None:
             self._span.end()
+
+
+def _attributes(decision: Decision) -> dict[str, str | int | float]:
+    attributes: dict[str, str | int | float] = {
+        "decision.source": decision.source,
+        "decision.seconds": decision.seconds,
+        "gate": decision.verdict,
+    }
+    if decision.margins is not None:
+        attributes["gate.margin"] = max(decision.margins)
+    if decision.task is not None:
+        attributes["task"] = decision.task
+    if decision.entries:
+        attributes["entries"] = len(decision.entries)
+    if decision.fact is not None:
+        attributes["fact"] = decision.answer is not None
+    if decision.similarity is not None:
+        attributes["similarity"] = decision.similarity
+    return attributes
 
 
 def _start(headers: Mapping[str, str] | None, attributes: Mapping[str, str]) -> Span:

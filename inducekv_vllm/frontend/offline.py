@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -33,24 +33,40 @@ from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
 from ..facts import StrictnessName
-from ..protocol import DecideSpec, Decision, InjectionSpec, decision_without_worker
+from ..protocol import Decided, Decision
 from ..teaching import WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
 from .loading import load
-from .memory_engine import pop_decision
+from .memory_engine import pop_decided
 from .pictures import picture_params, state_in
-from .request import MemoryOptions, read_options, require_rendered, require_strictness, spec_for, with_spec
+from .request import (
+    AdaptedMemory,
+    MemoryOptions,
+    read_options,
+    require_rendered,
+    require_strictness,
+    specs_for,
+    with_specs,
+)
 from .served_bundle import ServedBundle
 
 _T = TypeVar("_T")
 
 
+Memories = ServedBundle | tuple[ServedBundle, ...] | None  # of a prompt: one, its own and a shared one, or none
+
+
 @dataclass(frozen=True)
 class MemoryAnswer:
-    """One prompt's answer, and why it is that; None for a prompt without memory."""
+    """One prompt's answer, and why it is that: a decision about each of its memories."""
 
     output: RequestOutput
-    decision: Decision | None
+    decisions: tuple[Decision, ...]
+
+    @property
+    def decision(self) -> Decision | None:
+        """About its own memory; None for a prompt without memory."""
+        return self.decisions[0] if self.decisions else None
 
 
 class MemoryLLM:
@@ -146,7 +162,7 @@ class MemoryLLM:
         """
         prompt = require_rendered(self.llm._preprocess_chat_one(conversation))
         (output,) = self._run([prompt], [picture_params()], None)
-        return state_in(pop_decision(output))
+        return state_in(pop_decided(output))
 
     @cached_property
     def _facts(self) -> FactReader:
@@ -163,7 +179,7 @@ class MemoryLLM:
         conversations: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        memory: ServedBundle | Sequence[ServedBundle | None] | None = None,
+        memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
         strictness: StrictnessName | None = None,
@@ -175,9 +191,10 @@ class MemoryLLM:
         Args:
             conversations: N lists of OpenAI messages.
             params: one for all, or N.
-            memory: one for all, or N; prompts with different memories and with none run in one batch.
+            memory: one for all, or N; prompts with different memories and with none run in one batch. A prompt may have
+                a tuple of two, its own and one that it shares with others, if the engine's `max_memories` is 2.
             top_k: entries retrieved; None for the engine's setting. A prompt's parameters may say it, too, by
-                `extra_args`.
+                `extra_args`, for its own memory.
             remainder: weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0. None for
                 the engine's setting.
             strictness: how much prompts may differ from the facts' questions; None for each memory's. A prompt's
@@ -193,7 +210,7 @@ class MemoryLLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        memory: ServedBundle | Sequence[ServedBundle | None] | None = None,
+        memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
         strictness: StrictnessName | None = None,
@@ -207,45 +224,44 @@ class MemoryLLM:
         self,
         renders: Sequence[Callable[[], EngineInput]],
         params: SamplingParams | Sequence[SamplingParams],
-        memory: ServedBundle | Sequence[ServedBundle | None] | None,
+        memory: ServedBundle | Sequence[Memories] | None,
         top_k: int | None,
         remainder: bool | None,
         strictness: StrictnessName | None,
         adapter: LoRARequest | None,
     ) -> list[MemoryAnswer]:
         all_params = _one_each(params, len(renders), "params")
-        memories = _one_each(memory, len(renders), "memory")
+        of_prompts: list[Memories] = _one_each(memory, len(renders), "memory")
+        memories = [_as_tuple(each) for each in of_prompts]
+        settings = {"top_k": top_k or self.config.top_k}
+        settings |= {} if remainder is None else {"remainder": remainder}
+        config = self.config.model_copy(update=settings)
         own = list[MemoryOptions]()
         for each, user_params in zip(memories, all_params, strict=True):
             self._check(each, adapter)
-            own.append(MemoryOptions() if each is None else read_options(user_params, each))
+            own.append(read_options(user_params, each) if each else MemoryOptions())
         if strictness is not None:
             require_strictness(strictness)
         prompts = [require_rendered(render()) for render in renders]
         specs = [
-            None
-            if each is None
-            else self._spec(each, prompt, asked.top_k or top_k, remainder, asked.strictness or strictness)
+            specs_for(
+                [AdaptedMemory(memory) for memory in each],
+                prompt,
+                config,
+                self._placeholders,
+                options=replace(asked, strictness=asked.strictness or strictness),
+            )
             for prompt, each, asked in zip(prompts, memories, own, strict=True)
         ]
-        all_params = [with_spec(user_params, spec) for user_params, spec in zip(all_params, specs, strict=True)]
+        all_params = [with_specs(user_params, each) for user_params, each in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)
-        return [
-            MemoryAnswer(output, None if each is None else decision_without_worker(spec) or pop_decision(output))
-            for output, each, spec in zip(outputs, memories, specs, strict=True)
+        decided = [
+            Decided.without_worker(each) or pop_decided(output) for output, each in zip(outputs, specs, strict=True)
         ]
-
-    def _spec(
-        self,
-        memory: ServedBundle,
-        prompt: EngineInput,
-        top_k: int | None,
-        remainder: bool | None,
-        strictness: StrictnessName | None,
-    ) -> DecideSpec | InjectionSpec | None:
-        remainder = self.config.remainder if remainder is None else remainder
-        k, placeholders = top_k or self.config.top_k, self._placeholders
-        return spec_for(memory, prompt, k, remainder, placeholders, strictness=strictness)
+        return [
+            MemoryAnswer(output, () if each is None else each.each)
+            for output, each in zip(outputs, decided, strict=True)
+        ]
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None
@@ -259,14 +275,23 @@ class MemoryLLM:
         )
         return outputs
 
-    def _check(self, memory: ServedBundle | None, adapter: LoRARequest | None) -> None:
-        if memory is None:
-            return
-        if memory.digest not in self._loaded:
-            raise UnknownBundle(f"no memory bundle {memory.path} is loaded")
+    def _check(self, memories: tuple[ServedBundle, ...], adapter: LoRARequest | None) -> None:
+        if len(memories) > self.config.max_memories:
+            raise ConfigError(f"a prompt may have {self.config.max_memories} (max_memories), found {len(memories)}")
+        if len({memory.digest for memory in memories}) < len(memories):
+            raise ConfigError("expected two different memories for a prompt, found one twice")
         name = adapter.lora_name if adapter is not None else None
-        if memory.adapter != name:
-            raise UnsupportedModel(f"{memory.path} was made with the LoRA adapter {memory.adapter}, found {name}")
+        for memory in memories:
+            if memory.digest not in self._loaded:
+                raise UnknownBundle(f"no memory bundle {memory.path} is loaded")
+            if memory.adapter != name:
+                raise UnsupportedModel(f"{memory.path} was made with the LoRA adapter {memory.adapter}, found {name}")
+
+
+def _as_tuple(memory: Memories) -> tuple[ServedBundle, ...]:
+    if memory is None:
+        return ()
+    return memory if isinstance(memory, tuple) else (memory,)
 
 
 def _one_each(value: _T | Sequence[_T], count: int, name: str) -> list[_T]:

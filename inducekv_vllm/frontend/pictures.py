@@ -10,13 +10,13 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from ..errors import TaskDataError, UnsupportedModel
-from ..protocol import PICTURE_SPEC, Decision
-from .request import with_spec
+from ..protocol import PICTURE_SPEC, Decided
+from .request import with_specs
 
 
 def picture_params() -> SamplingParams:
     """Of the request."""
-    return with_spec(SamplingParams(max_tokens=1), PICTURE_SPEC)
+    return with_specs(SamplingParams(max_tokens=1), [PICTURE_SPEC])
 
 
 def is_picture(part: dict[str, Any]) -> bool:
@@ -24,15 +24,16 @@ def is_picture(part: dict[str, Any]) -> bool:
     return part.get("type") == "image_url"
 
 
-def state_in(decision: Decision | None) -> str:
+def state_in(decided: Decided | None) -> str:
     """The packed state that a request has brought.
 
     Raises:
         UnsupportedModel: this model does not give it.
         TaskDataError: the prompt had no picture.
     """
-    if decision is not None and decision.error is not None:
-        raise UnsupportedModel(decision.error)
-    if decision is None or decision.picture is None:
+    if decided is not None and decided.error is not None:
+        raise UnsupportedModel(decided.error)
+    picture = None if decided is None else decided.each[0].picture
+    if picture is None:
         raise TaskDataError("expected a picture, found none in the prompt")
-    return decision.picture
+    return picture

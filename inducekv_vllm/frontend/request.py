@@ -1,4 +1,4 @@
-"""A request for a memory, as the engine is asked: what it may ask, and what the workers shall do for it.
+"""A request for memory, as the engine is asked: its memories, what it may ask, and what the workers shall do for it.
 
 Shapes: T prompt tokens.
 """
@@ -6,7 +6,7 @@ Shapes: T prompt tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from vllm.exceptions import VLLMValidationError
@@ -17,7 +17,7 @@ from vllm.sampling_params import SamplingParams
 
 from ..bundle.activation import first_active_position
 from ..facts import STRICTNESS, StrictnessName, named_strictness
-from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec, TaskAdapter
+from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec, TaskAdapter, extra_args_of
 from ..vllm_seams.config import InduceKVConfig
 from .served_bundle import ServedBundle
 
@@ -25,54 +25,117 @@ OPTION_PREFIX = "inducekv_"
 TRACE_OPTION = "inducekv_trace"
 TOP_K_OPTION = "inducekv_top_k"
 STRICTNESS_OPTION: Final = "inducekv_strictness"
+MEMORIES_OPTION: Final = "inducekv_memories"
+Spec = DecideSpec | InjectionSpec | None  # None: nothing to inject, because every entry has expired
+
+
+@dataclass(frozen=True)
+class AdaptedMemory:
+    """One version of a memory, with the LoRA adapters of its tasks."""
+
+    memory: ServedBundle
+    task_adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # instead of entries, by task
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request to one version of a memory."""
+    """A request to one version of each of its memories."""
 
-    memory: ServedBundle
+    memories: tuple[ServedBundle, ...]
     user_params: SamplingParams
-    spec: DecideSpec | InjectionSpec | None
-    params: SamplingParams  # with the spec
+    specs: tuple[Spec, ...]  # one for each
+    params: SamplingParams  # with the specs
     is_traced: bool
 
 
+def memory_names(model: str, arguments: Mapping[str, Any] | None, config: InduceKVConfig) -> tuple[str, ...]:
+    """The names of a request's memories: its own, and the one that it shares with others, if any.
+
+    Args:
+        model: the name that the request asks for.
+        arguments: its `vllm_xargs`.
+
+    Raises:
+        VLLMValidationError: the argument for them is no list of as many names as the server allows, its own first.
+    """
+    listed = (arguments or {}).get(MEMORIES_OPTION)
+    if listed is None:
+        return (model,) if config.shared in (None, model) else (model, config.shared)
+    names = tuple(listed) if isinstance(listed, list) else ()
+    if names[:1] != (model,) or not all(isinstance(name, str) for name in names):
+        raise VLLMValidationError(
+            f"{MEMORIES_OPTION} must be a list of names that begins with the request's model, {model!r:.200}; found "
+            f"{listed!r:.200}",
+            parameter="vllm_xargs",
+        )
+    if len(names) > config.max_memories:
+        raise VLLMValidationError(
+            f"{MEMORIES_OPTION} has {len(names)} names, and a request to this server may have {config.max_memories}; "
+            "for two, start it with --memory-shared",
+            parameter="vllm_xargs",
+        )
+    return names
+
+
+def require_together(memories: Sequence[ServedBundle]) -> None:
+    """Raise VLLMValidationError if these memories cannot answer one request."""
+    acting = [memory for memory in memories if memory.num_entries or memory.metadata.task_adapters]
+    reasons = [memory.acts_alone for memory in acting if memory.acts_alone is not None]
+    if len(acting) > 1 and reasons:
+        raise VLLMValidationError(
+            f"a memory bundle that {reasons[0]} cannot act beside another one: {_name_one_alone()}", parameter="model"
+        )
+    if len(adapters := {memory.adapter for memory in memories}) > 1:
+        found = " and ".join(sorted(each or "none" for each in adapters))
+        raise VLLMValidationError(
+            f"the request's memory bundles need different LoRA adapters ({found}): {_name_one_alone()}",
+            parameter="model",
+        )
+
+
+def _name_one_alone() -> str:
+    return f"name one alone in vllm_xargs, by {MEMORIES_OPTION}"
+
+
 def engine_request(
-    memory: ServedBundle,
+    asked: Sequence[AdaptedMemory],
     prompt: EngineInput,
     params: SamplingParams,
     config: InduceKVConfig,
     placeholders: Collection[int],
     owner: str,
-    task_adapters: Mapping[str, LoRARequest],
 ) -> EngineRequest:
-    """Check a request, and make its spec. Arguments as for `spec_for`; raises what `read_options` raises."""
-    options = read_options(params, memory)
-    top_k = options.top_k or config.top_k
-    spec = spec_for(memory, prompt, top_k, config.remainder, placeholders, owner, task_adapters, options.strictness)
-    return EngineRequest(memory, params, spec, with_spec(params, spec), options.trace)
+    """Check a request, and make its specs.
+
+    Arguments as for `specs_for`; raises what `require_together` and `read_options` raise.
+    """
+    memories = tuple(each.memory for each in asked)
+    options = read_options(params, memories)
+    specs = specs_for(asked, prompt, config, placeholders, owner, options)
+    return EngineRequest(memories, params, specs, with_specs(params, specs), options.trace)
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """A request's options for its memory, from the extra body field `vllm_xargs`."""
+    """A request's options for its memories, from the extra body field `vllm_xargs`."""
 
     trace: bool = False
-    top_k: int | None = None  # None for the server's setting
-    strictness: StrictnessName | None = None  # None for the memory's
+    top_k: int | None = None  # of its own memory; None for the server's setting
+    strictness: StrictnessName | None = None  # None for that of each memory
 
 
-def read_options(params: SamplingParams, memory: ServedBundle) -> MemoryOptions:
-    """Read and check the options of a request to a memory.
+def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> MemoryOptions:
+    """Read and check the options of a request to its memories, its own first.
 
     Raises:
-        VLLMValidationError: an option is unknown or out of range, the worker's reserved key is used, or the request
-            asks for log-probabilities of a prompt that is computed with memory only after its decision.
+        VLLMValidationError: an option is unknown or out of range, the worker's reserved key is used, the memories do
+            not go together, or the request asks for log-probabilities of a prompt that is computed with memory only
+            after its decision.
     """
-    num_entries = memory.num_entries
+    require_together(memories)
+    num_entries = memories[0].num_entries
     options = _own_arguments(params)
-    supported = {TRACE_OPTION, TOP_K_OPTION, STRICTNESS_OPTION}
+    supported = {TRACE_OPTION, TOP_K_OPTION, STRICTNESS_OPTION, MEMORIES_OPTION}
     if unknown := sorted(options.keys() - supported):
         raise VLLMValidationError(
             f"unknown argument {unknown[0]!r} in vllm_xargs; a memory takes {', '.join(sorted(supported))}",
@@ -89,7 +152,8 @@ def read_options(params: SamplingParams, memory: ServedBundle) -> MemoryOptions:
     strictness = options.get(STRICTNESS_OPTION)
     if strictness is not None:
         require_strictness(strictness)
-    if params.prompt_logprobs is not None and memory.needs_decision and memory.acts_on_prompt:
+    acts_on_prompt = any(memory.acts_on_prompt for memory in memories)
+    if params.prompt_logprobs is not None and any(memory.needs_decision for memory in memories) and acts_on_prompt:
         raise VLLMValidationError(
             "log-probabilities of the prompt cannot be had from a memory that acts on the prompt once it is decided",
             parameter="prompt_logprobs",
@@ -121,32 +185,46 @@ def _own_arguments(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name.startswith(OPTION_PREFIX)}
 
 
-def spec_for(
-    memory: ServedBundle,
+def specs_for(
+    asked: Sequence[AdaptedMemory],
     prompt: EngineInput,
-    top_k: int | None,
-    remainder: bool,
+    config: InduceKVConfig,
     placeholders: Collection[int],
     owner: str = "",
-    task_adapters: Mapping[str, LoRARequest] | None = None,
-    strictness: StrictnessName | None = None,
-) -> DecideSpec | InjectionSpec | None:
-    """What the workers shall do for a prompt; None if there is nothing to inject: every entry has expired.
+    options: MemoryOptions | None = None,
+) -> tuple[Spec, ...]:
+    """What the workers shall do for a prompt, for each of its memories. If one is to be decided, all are.
 
     Args:
+        asked: the request's own memory first.
         prompt: rendered.
-        top_k: entries retrieved; None for all.
-        remainder: weighting "sqrt" with `top_k`: entries not retrieved stay in the softmax with alpha = 0.
+        config: how many entries are retrieved, and whether the others stay in the softmax.
         placeholders: the ids of tokens that stand for media.
         owner: who may share a decision.
-        task_adapters: adapters by task, of tasks that have one instead of entries.
-        strictness: how much the prompt may differ from a fact's question; None for the memory's.
+        options: the request's.
     """
-    if memory.needs_decision:
-        adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted((task_adapters or {}).items()))
-        retrieval = memory.weighting != "uniform" and memory.num_entries > 0
-        asked = strictness or memory.metadata.strictness
-        return DecideSpec(memory.digest, retrieval, top_k, remainder, owner, adapters, asked)
+    options = options or MemoryOptions()
+    if not any(each.memory.needs_decision for each in asked):
+        return tuple(_injection(each.memory, prompt, placeholders) for each in asked)
+    top_ks = [options.top_k or config.top_k, *(config.top_k for _ in asked[1:])]
+    return tuple(
+        _to_decide(each, top_k, config.remainder, owner, options.strictness)
+        for each, top_k in zip(asked, top_ks, strict=True)
+    )
+
+
+def _to_decide(
+    asked: AdaptedMemory, top_k: int | None, remainder: bool, owner: str, strictness: StrictnessName | None
+) -> DecideSpec:
+    memory = asked.memory
+    adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted(asked.task_adapters.items()))
+    retrieval = memory.weighting != "uniform" and memory.num_entries > 0
+    return DecideSpec(
+        memory.digest, retrieval, top_k, remainder, owner, adapters, strictness or memory.metadata.strictness
+    )
+
+
+def _injection(memory: ServedBundle, prompt: EngineInput, placeholders: Collection[int]) -> InjectionSpec | None:
     alive = memory.alive()
     if not alive:
         return None
@@ -156,12 +234,11 @@ def spec_for(
     return InjectionSpec(memory.digest, tuple(alive), (1.0,) * len(alive), False, first_active, expired)
 
 
-def with_spec(params: SamplingParams, spec: DecideSpec | InjectionSpec | None) -> SamplingParams:
-    """A copy of the user's parameters, with the spec instead of our options."""
+def with_specs(params: SamplingParams, specs: Sequence[Spec]) -> SamplingParams:
+    """A copy of the user's parameters, with the specs instead of our options."""
     own = params.clone()
     extra = {name: value for name, value in (params.extra_args or {}).items() if not name.startswith(OPTION_PREFIX)}
-    if spec is not None:
-        extra[EXTRA_ARGS_KEY] = spec.to_extra_args()
+    extra |= extra_args_of(tuple(spec for spec in specs if spec is not None))  # type: ignore[arg-type]
     own.extra_args = extra or None
     return own
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..bundle import Bundle, EntryRecord
 from ..bundle.lookup import DatedEntries
+from ..errors import UnsupportedModel
 from ..retrieval.entry_terms import Weighting
 
 
@@ -53,6 +54,13 @@ class ServedBundle(DatedEntries):
         return self.metadata.gate is not None or self.weighting != "uniform" or bool(self.metadata.facts)
 
     @property
+    def acts_alone(self) -> str | None:
+        """Why nothing else may act on its requests; None if other decoupled memory may."""
+        if self.metadata.task_adapters:
+            return "sends tasks to LoRA adapters"
+        return "is merged into self-attention" if self.num_entries and self.metadata.form == "merged" else None
+
+    @property
     def acts_on_prompt(self) -> bool:
         """Whether some prompt position before the last one may be computed with memory, or with a task's adapter."""
         metadata = self.metadata
@@ -61,3 +69,9 @@ class ServedBundle(DatedEntries):
             or bool(metadata.task_adapters)
             or any(each != "generation" for each in metadata.activations.values())
         )
+
+
+def require_shareable(name: str, memory: ServedBundle) -> None:
+    """Raise UnsupportedModel if requests to other bundles cannot have this one as well."""
+    if memory.acts_alone is not None:
+        raise UnsupportedModel(f"bundle {name!r} {memory.acts_alone}: it cannot be shared (--memory-shared)")

@@ -1,15 +1,22 @@
-"""Traces: which entries and weights a request was answered with."""
+"""Traces: which entries and weights of which memories a request was answered with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..protocol import Decision
+from ..protocol import Decided, Decision
 from .served_bundle import ServedBundle
 
 
-def describe(name: str, memory: ServedBundle, decision: Decision) -> dict[str, Any]:
-    """A decision as JSON: the bundle, the gate's part, and the entries by decreasing weight."""
+def describe(memories: Sequence[tuple[str, ServedBundle]], decided: Decided) -> dict[str, Any]:
+    """What was decided as JSON: that about the request's own memory and, in it, that about the shared one, or null."""
+    own, *others = (_one(*memory, decision) for memory, decision in zip(memories, decided.each, strict=True))
+    return {**own, "shared": others[0] if others else None}
+
+
+def _one(name: str, memory: ServedBundle, decision: Decision) -> dict[str, Any]:
+    """The bundle, the gate's part, and the entries by decreasing weight."""
     record = memory.metadata.adapter_of(decision.task)
     return {
         "bundle": name,

@@ -29,6 +29,8 @@ class InduceKVConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     bundles: dict[str, str] = Field(default_factory=dict)  # served name -> bundle path, loaded at start
+    max_memories: int = Field(default=1, ge=1, le=2)  # of one request; the second one needs slots of its own
+    shared: str | None = None  # the name of the bundle that a request to any other one has as its second memory
     top_k: int | None = Field(default=None, ge=1)  # entries retrieved per request; None for all B
     remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
     # The size of the resident pool, in entries of 8 tokens; it holds every loaded bundle.
@@ -67,6 +69,15 @@ class InduceKVConfig(BaseModel):
     def _answers_need_a_file(self) -> InduceKVConfig:
         if self.audit_answers and self.state is None:
             raise ValueError("audit_answers needs state, the file to record them in")
+        return self
+
+    @model_validator(mode="after")
+    def _shared_is_loaded(self) -> InduceKVConfig:
+        if self.shared is not None and (self.shared not in self.bundles or self.max_memories < 2):
+            raise ValueError(
+                f"shared (--memory-shared) must be the name of one of the bundles (--memory), with max_memories 2; "
+                f"found {self.shared!r}, bundles {', '.join(self.bundles) or 'none'}, max_memories {self.max_memories}"
+            )
         return self
 
     @classmethod

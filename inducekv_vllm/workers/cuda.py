@@ -11,6 +11,7 @@ from ..attention.kernel_step import GraphKind
 from ..attention.kernel_tables import KernelTables
 from ..attention.kernels import launch
 from ..attention.memory_attention import MemoryAttention
+from ..errors import UnsupportedModel
 from ..vllm_seams.graphs import GraphSets
 from ..vllm_seams.requirements import check_gpu_runner
 from .memory_worker import MemoryWorker
@@ -26,6 +27,8 @@ class InduceKVCUDAWorker(MemoryWorker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # refuses flags that no runner could serve memory with
         check_gpu_runner(vllm_config)
+        if self.settings.max_memories > 1:
+            raise UnsupportedModel("a request on a GPU can have one memory alone: start without --memory-shared")
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         """The kernels read pool and tables."""

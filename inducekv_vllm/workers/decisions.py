@@ -26,17 +26,18 @@ from torch import Tensor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..attention.memory_attention import MemoryAttention
+from ..attention.resident_bundle import ResidentBundle
 from ..backbone.stored_facts import AskedQuestion
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult, QueryFeatures
 from ..facts import FactFound, FactMissed, packed
 from ..forbidden import permitted
 from ..gate import WordScores
-from ..protocol import DECISIONS, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from ..protocol import DECISIONS, Decided, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
 from ..vllm_seams.runner import StepRows
 from .gate_log import GateLog
 from .prompts import PromptReader, failure_of
-from .requests import Phase, WorkerRequest, WorkerRequests, acting_rows
+from .requests import AskedMemory, Phase, WorkerRequest, WorkerRequests, acting_rows
 
 Output = ModelRunnerOutput | AsyncModelRunnerOutput
 
@@ -51,32 +52,48 @@ class Deciding:
     def close(self) -> None:
         self._gate_log.close()
 
-    def decide(self, request: WorkerRequest) -> Decision:
-        """Wait for what the prompt tells, and decide."""
-        began = time.perf_counter()
+    def decide(self, request: WorkerRequest) -> Decided:
+        """Wait for what the prompt tells, and decide about each memory."""
         try:
-            decision = self._decide(request)
+            return Decided(tuple(self._decisions(request)))
         except Exception as error:
-            return Decision(Failed(str(failure_of(error))))
-        return decision if request.bundle is None else replace(decision, seconds=time.perf_counter() - began)
+            return _failed(error)
 
-    def _decide(self, request: WorkerRequest) -> Decision:
-        features, asked = request.features.wait(), asked_of(request)
-        if request.bundle is None:
+    def _decisions(self, request: WorkerRequest) -> Iterator[Decision]:
+        began, is_found = time.perf_counter(), False
+        told = request.features.wait() or [QueryFeatures()] * len(request.memories)  # none: words alone decide
+        asked = asked_of(request)
+        for memory, features in zip(request.memories, told, strict=True):
+            decision = self._decision(request, memory, features, asked, looks_for_fact=not is_found)
+            now = time.perf_counter()
+            yield replace(decision, seconds=now - began)
+            began, is_found = now, is_found or decision.fact is not None
+
+    def _decision(
+        self,
+        request: WorkerRequest,
+        memory: AskedMemory,
+        features: QueryFeatures,
+        asked: AskedQuestion | None,
+        *,
+        looks_for_fact: bool,
+    ) -> Decision:
+        """`looks_for_fact`: no memory before this one has one."""
+        if memory.bundle is None:
             return Decision(Untouched(), picture=None if features.picture is None else packed(features.picture))
-        assert request.spec is not None
-        index, facts = request.bundle.index, request.bundle.facts
-        features = with_words(features, request.bundle.words, asked)
-        lookup = index.lookup(features, request.spec.top_k)
+        assert isinstance(memory.spec, DecideSpec)
+        index, facts = memory.bundle.index, memory.bundle.facts if looks_for_fact else None
+        features = with_words(features, memory.bundle.words, asked)
+        lookup = index.lookup(features, memory.spec.top_k)
         gate, retrieval = lookup.gate_decision, lookup.retrieval
         if gate is not None and features.evidence is not None:
             self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
-        strictness = None if facts is None else request.spec.strictness
+        strictness = None if facts is None else memory.spec.strictness
         found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture, strictness)
         return Decision(
-            outcome=outcome_of(index, request.spec, lookup, request.prompt, self._placeholders),
+            outcome=outcome_of(index, memory.spec, lookup, request.prompt, self._placeholders),
             task=gate.task if gate is not None else None,
             margins=tuple(gate.margins.tolist()) if gate is not None else None,
             similarity=retrieval.similarity if retrieval is not None else None,
@@ -87,11 +104,14 @@ class Deciding:
         )
 
 
+def _failed(error: Exception) -> Decided:
+    return Decided((Decision(Failed(str(failure_of(error)))),))
+
+
 def asked_of(request: WorkerRequest) -> AskedQuestion | None:
-    """What a request asks, for a bundle with facts or a gate that looks at words."""
-    if request.bundle is None or request.bundle.reader is None:
-        return None
-    return request.bundle.reader.question(request.prompt)
+    """What a request asks, for bundles with facts or a gate that looks at words."""
+    reader = next((bundle.reader for bundle in request.bundles if bundle.reader is not None), None)
+    return None if reader is None else reader.question(request.prompt)
 
 
 def with_words(features: QueryFeatures, words: WordScores | None, asked: AskedQuestion | None) -> QueryFeatures:
@@ -164,8 +184,7 @@ class Decisions:
         may_join, by_layer = rows.graph_rows is None, defaultdict[int, list[WorkerRequest]](list)
         for request in self._completing(rows):
             if self._needs_words_alone(request):
-                decision = replace(self._deciding.decide(request), same_pass=True)
-                request.decision = self._taken_up(request, decision)
+                request.decided = self._taken_up(request, self._deciding.decide(request).changed(same_pass=True))
             elif may_join and (layer := _deciding_layer(request)) is not None:
                 by_layer[layer].append(request)
         for layer, requests in by_layer.items():
@@ -186,7 +205,7 @@ class Decisions:
                 assert hidden is not None
                 request.features.add(hidden[starts[number] : starts[number + 1]])
         for request in self._completing(rows):
-            if request.decision is None:
+            if request.decided is None:
                 self._prompts.read(request)
             request.phase = Phase.COMPLETE
 
@@ -208,26 +227,27 @@ class Decisions:
         assert self._deciding is not None
         for request in requests:
             self._prompts.read(request)
-        for request, decision in [(request, self._deciding.decide(request)) for request in requests]:
-            if joins(request, decision, layer):
-                decision = self._taken_up(request, replace(decision, same_pass=True))
-            request.decision = decision
-        if any(request.decision is not None and request.decision.same_pass for request in requests):
+        for request, decided in [(request, self._deciding.decide(request)) for request in requests]:
+            request.decided = decided
+            if joins(request, decided, layer):
+                request.decided = self._taken_up(request, decided.changed(same_pass=True))
+        if any(request.decided is not None and request.decided.same_pass for request in requests):
             self._attention.begin_step(rows, acting_rows(self._requests.by_id, rows))
 
-    def _taken_up(self, request: WorkerRequest, decision: Decision) -> Decision:
+    def _taken_up(self, request: WorkerRequest, decided: Decided) -> Decided:
         """A decision that the running step's later work follows."""
         try:
-            self._requests.take_up(request, permitted(decision, request.params))
+            self._requests.take_up(request, permitted(decided, request.params))
         except Exception as error:
-            return Decision(Failed(str(failure_of(error))))
-        return decision
+            return _failed(error)
+        return decided
 
     def _needs_words_alone(self, request: WorkerRequest) -> bool:
-        if (bundle := request.bundle) is None or bundle.facts is None:
-            return False
-        has_all = bundle.picture_marks is None or self._placeholders.isdisjoint(request.prompt)
-        return bundle.gate is None and not bundle.num_entries and has_all
+        def needs(bundle: ResidentBundle) -> bool:
+            has_all = bundle.picture_marks is None or self._placeholders.isdisjoint(request.prompt)
+            return bundle.facts is not None and bundle.gate is None and not bundle.num_entries and has_all
+
+        return bool(request.bundles) and all(needs(bundle) for bundle in request.bundles)
 
     def _undecided(self, request_id: str) -> WorkerRequest | None:
         request = self._requests.by_id.get(request_id)
@@ -244,39 +264,43 @@ class Decisions:
 
 
 def _deciding_layer(request: WorkerRequest) -> int | None:
-    """The layer from which on an entry of the request's bundle could join; None if there is none."""
-    if (bundle := request.bundle) is None or (gate := bundle.gate) is None or request.needs_key:
+    """The layer from which on an entry of the request's bundles could join; None if there is none."""
+    gates = [bundle.gate for bundle in request.bundles if bundle.gate is not None]
+    if not gates or request.needs_key:
         return None
-    layer = gate.layers[-1]
+    layer = max(gate.layers[-1] for gate in gates)
+    return layer if any(_may_join(bundle, layer) for bundle in request.bundles) else None
+
+
+def _may_join(bundle: ResidentBundle, layer: int) -> bool:
     acts_last = "generation" in bundle.index.metadata.activations.values()
-    if bundle.facts is not None or (acts_last and bool((bundle.first_layers >= layer).any())):
-        return layer
-    return None
+    return bundle.facts is not None or (acts_last and bool((bundle.first_layers >= layer).any()))
 
 
-def joins(request: WorkerRequest, decision: Decision, layer: int) -> bool:
+def joins(request: WorkerRequest, decided: Decided, layer: int) -> bool:
     """Whether only the last prompt token changes, from this layer on. A stored answer is said behind the last layer."""
     T = len(request.prompt)
-    if request.bundle is None or isinstance(decision.outcome, TaskAdapter) or decision.redo_from(T) != T - 1:
+    if not request.bundles or decided.adapter is not None or decided.redo_from(T) != T - 1:
         return False
-    entries = [entry for entry, _ in decision.entries]
-    return bool((request.bundle.first_layers[entries] >= layer).all())
+    entries = [[entry for entry, _ in decision.entries] for decision in decided.each]
+    acting = zip(request.bundles, entries, strict=True)
+    return all(bool((bundle.first_layers[own] >= layer).all()) for bundle, own in acting)
 
 
-def _decide_all(deciding: Deciding, complete: Sequence[WorkerRequest]) -> dict[str, Decision]:
-    return {request.id: request.decision or deciding.decide(request) for request in complete}
+def _decide_all(deciding: Deciding, complete: Sequence[WorkerRequest]) -> dict[str, Decided]:
+    return {request.id: request.decided or deciding.decide(request) for request in complete}
 
 
 class _DecidedLater(AsyncModelRunnerOutput):
     """Decides when vLLM waits for the step's tokens anyway."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, decide: Callable[[], dict[str, Decision]]) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, decide: Callable[[], dict[str, Decided]]) -> None:
         self._output, self._decide = output, decide
 
     def get_output(self) -> ModelRunnerOutput:
         return _attach(self._output.get_output(), self._decide())
 
 
-def _attach(output: Any, decisions: dict[str, Decision]) -> ModelRunnerOutput:
+def _attach(output: Any, decisions: dict[str, Decided]) -> ModelRunnerOutput:
     setattr(output, DECISIONS, decisions)
     return output  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ from ..attention.resident_gate import ResidentGate
 from ..errors import InduceKVError
 from ..facts.pictures import LAYER
 from ..gate import PIECE, TurnMarks, deciding_tokens, prompt_evidence
-from ..vllm_seams.device import Device
+from ..vllm_seams.device import Device, HostCopy
 from ..vllm_seams.logs import logger_of
 from .cached_values import CachedValues
 from .requests import WorkerRequest
@@ -66,11 +66,13 @@ class PromptReader:
             assert features.seen == T, f"the key of {T} tokens has seen {features.seen}"
             assert isinstance(features.total, Tensor)
             features.key = self._device.to_host(normalize(features.total / T, dim=0))
-        marks = _NO_MARKS if request.bundle is None else request.bundle.picture_marks
-        if marks is not None:
-            self._read_pictures(request, marks)
-        if request.bundle is not None and (gate := request.bundle.gate) is not None:
-            features.evidence = self._device.to_host(self._evidence(request, gate))
+        for memory in request.memories:
+            bundle = memory.bundle
+            marks = _NO_MARKS if bundle is None else bundle.picture_marks
+            picture = None if marks is None else self._picture(request, marks)
+            gate = None if bundle is None else bundle.gate
+            evidence = None if gate is None else self._device.to_host(self._evidence(request, gate))
+            features.for_memories.append((evidence, picture))
 
     def _evidence(self, request: WorkerRequest, gate: ResidentGate) -> Tensor:
         """[H], without that of words: the host has those."""
@@ -86,17 +88,17 @@ class PromptReader:
             self._device.index,
         )
 
-    def _read_pictures(self, request: WorkerRequest, marks: TurnMarks) -> None:
-        """Those of the turn that is found by these marks."""
+    def _picture(self, request: WorkerRequest, marks: TurnMarks) -> HostCopy | None:
+        """The state [F] of the pictures in the turn that is found by these marks, if there are any."""
         media = deciding_tokens(request.prompt, marks, self._placeholders).media
         if not media:
-            return
+            return None
         if (reason := self._values.refusal(LAYER)) is not None:
             raise InduceKVError(f"pictures cannot be told from each other by layer {LAYER}: {reason}")
         pieces: list[Sequence[int]] = [media[at : at + PIECE] for at in range(0, len(media), PIECE)]
         # Of this rank's features, [F] each.
         sums = [self._values.read([LAYER], request.blocks, piece).sum((0, 1)) for piece in pieces]
-        request.features.picture = self._device.to_host(self._all_heads(torch.stack(sums).sum(0) / len(media)))
+        return self._device.to_host(self._all_heads(torch.stack(sums).sum(0) / len(media)))
 
 
 def failure_of(error: Exception) -> InduceKVError:

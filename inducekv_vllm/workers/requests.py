@@ -22,8 +22,8 @@ from ..attention.resident_bundle import ResidentBundle
 from ..attention.slots import ActingRows, RequestMemory, Slots
 from ..bundle.lookup import QueryFeatures
 from ..errors import InduceKVError
-from ..protocol import STARTS, DecideSpec, Decision, InjectionSpec, Start, parse_spec
-from ..retrieval.entry_terms import EntryTerms, Retrieval, entry_terms
+from ..protocol import STARTS, Decided, DecideSpec, InjectionSpec, Start, parse_specs
+from ..retrieval.entry_terms import EntryTerms, FloatArray, Retrieval, entry_terms
 from ..vllm_seams.device import HostCopy
 from .answering import put_answer
 
@@ -51,8 +51,7 @@ class PromptFeatures:
     seen: int = 0  # tokens whose hidden states are in `total`
     total: Tensor | float = 0.0  # [d] float32, once a row has been seen
     key: HostCopy | None = None  # [d]
-    evidence: HostCopy | None = None  # [H]
-    picture: HostCopy | None = None  # [F]
+    for_memories: list[tuple[HostCopy | None, HostCopy | None]] = field(default_factory=list)  # evidence [H], state [F]
     refusal: InduceKVError | None = None  # why nothing can be decided
 
     def add(self, hidden: Tensor) -> None:
@@ -60,15 +59,23 @@ class PromptFeatures:
         self.total = self.total + hidden.float().sum(0)
         self.seen += len(hidden)
 
-    def wait(self) -> QueryFeatures:
-        """Wait for all of them. Raises InduceKVError: one is not finite, because the model overflowed."""
+    def wait(self) -> list[QueryFeatures]:
+        """Wait for all of them, for each memory. Raises InduceKVError: one is not finite: the model overflowed."""
         if self.refusal is not None:
             raise self.refusal
-        found = [None if copy is None else copy.wait() for copy in (self.key, self.evidence, self.picture)]
-        if any(each is not None and not bool(each.isfinite().all()) for each in found):
-            raise InduceKVError("the model's hidden states for this prompt are not finite, so it has no query key")
-        key, evidence, picture = (None if each is None else each.numpy() for each in found)
-        return QueryFeatures(key=key, evidence=evidence, picture=picture)
+        key = _arrived(self.key)
+        return [
+            QueryFeatures(key=key, evidence=_arrived(evidence), picture=_arrived(picture))
+            for evidence, picture in self.for_memories
+        ]
+
+
+def _arrived(copy: HostCopy | None) -> FloatArray | None:
+    if copy is None:
+        return None
+    if not bool((found := copy.wait()).isfinite().all()):
+        raise InduceKVError("the model's hidden states for this prompt are not finite, so it has no query key")
+    return found.numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,31 +86,37 @@ class _Injection:
 
 
 @dataclass(eq=False)
+class AskedMemory:
+    """One memory of a request."""
+
+    spec: DecideSpec | InjectionSpec
+    bundle: ResidentBundle | None  # None: what its pictures are like is all that is asked
+    injection: _Injection | None = None
+    slot: RequestMemory | None = None  # what is read in it; None without an injection, and while it is preempted
+
+
+@dataclass(eq=False)
 class WorkerRequest:
     """One request, from its first step to its end."""
 
     id: str
-    spec: DecideSpec | None  # None: nothing has to be decided
-    bundle: ResidentBundle | None  # None: what its pictures are like is all that is asked
+    memories: tuple[AskedMemory, ...]  # its own first
     prompt: Sequence[int]  # [T]
     blocks: list[list[int]]  # until the prompt is complete
     params: SamplingParams
     phase: Phase = Phase.UNDECIDED
     features: PromptFeatures = field(default_factory=PromptFeatures)
-    decision: Decision | None = None  # if it was taken before or in the forward pass
-    injection: _Injection | None = None
-    memory: RequestMemory | None = None  # what it reads in its slot; None without memory, and while it is preempted
+    decided: Decided | None = None  # if it was taken before or in the forward pass
     answer: tuple[int, ...] | None = None  # what it says, in tokens
 
     @property
-    def first_active(self) -> int:
-        """The first position that its memory acts on; 0 without memory."""
-        return 0 if self.injection is None else self.injection.first_active
+    def bundles(self) -> list[ResidentBundle]:
+        return [memory.bundle for memory in self.memories if memory.bundle is not None]
 
     @property
     def needs_key(self) -> bool:
         """Whether it is decided by the final hidden states of its prompt."""
-        return self.spec is not None and self.spec.retrieval
+        return any(isinstance(memory.spec, DecideSpec) and memory.spec.retrieval for memory in self.memories)
 
     def extend(self, blocks: Blocks) -> None:
         """It has got more blocks."""
@@ -169,13 +182,13 @@ class WorkerRequests:
         for request_id, start in starts.items():
             self._settle(self.by_id[request_id], start, runner, is_running=request_id in cached.req_ids)
 
-    def take_up(self, request: WorkerRequest, decided: Decision | Start) -> None:
-        """From its next rows on, the request reads the memory and says the answer that was decided."""
+    def take_up(self, request: WorkerRequest, decided: Decided | Start) -> None:
+        """From its next rows on, the request reads the memories and says the answer that was decided."""
         if decided.answer is not None:
             request.follow(decided.answer)
             self._has_answer(request.id)
-        if decided.injection is not None:
-            self._inject(request, decided.injection)
+        for spec in decided.injections:
+            self._inject(request, spec)
 
     def _start(self, data: NewRequestData) -> None:
         """Start a request that asks for memory, or let a known one go on.
@@ -184,7 +197,7 @@ class WorkerRequests:
         first step.
         """
         params = data.sampling_params
-        if params is None or (spec := parse_spec(params.extra_args)) is None:
+        if params is None or not (specs := parse_specs(params.extra_args)):
             return
         if (known := self.by_id.get(data.req_id)) is not None:
             known.params = params
@@ -195,15 +208,15 @@ class WorkerRequests:
         assert data.prompt_token_ids is not None  # a request with memory has no prompt embeddings
         request = self.by_id[data.req_id] = WorkerRequest(
             id=data.req_id,
-            spec=spec if isinstance(spec, DecideSpec) else None,
-            bundle=self._resident(spec.bundle) if spec.bundle else None,
+            memories=tuple(AskedMemory(spec, self._resident(spec.bundle) if spec.bundle else None) for spec in specs),
             prompt=data.prompt_token_ids,
             blocks=[list(each) for each in data.block_ids],
             params=params,
         )
-        if isinstance(spec, InjectionSpec):
-            request.phase = Phase.SETTLED
-            self._inject(request, spec)
+        for spec in specs:
+            if isinstance(spec, InjectionSpec):
+                request.phase = Phase.SETTLED
+                self._inject(request, spec)
 
     def _settle(self, request: WorkerRequest, start: Start, runner: RunnerTables, *, is_running: bool) -> None:
         """A request goes on as it was decided; a token that was sampled before is taken back."""
@@ -217,41 +230,45 @@ class WorkerRequests:
             runner.switch_adapter(request.id, start.adapter.lora_request)
 
     def _inject(self, request: WorkerRequest, spec: InjectionSpec) -> None:
-        assert request.injection is None, f"request {request.id} has a memory already"
-        assert request.bundle is not None
-        terms = _terms(spec, request.bundle)
-        request.bundle.region.retain()
-        request.injection = _Injection(spec.content, terms, spec.first_active)
-        self._take_slot(request)
+        (memory,) = (each for each in request.memories if each.spec.bundle == spec.bundle)
+        assert memory.injection is None, f"request {request.id} has this memory already"
+        assert memory.bundle is not None
+        terms = _terms(spec, memory.bundle)
+        memory.bundle.region.retain()
+        memory.injection = _Injection(spec.content, terms, spec.first_active)
+        self._take_slot(memory)
 
-    def _take_slot(self, request: WorkerRequest) -> None:
+    def _take_slot(self, memory: AskedMemory) -> None:
         """Its bundle may have been unloaded."""
-        if request.injection is not None and request.memory is None:
-            assert request.bundle is not None
-            request.memory = self.slots.acquire(request.injection.content, request.bundle, request.injection.terms)
+        if memory.injection is not None and memory.slot is None:
+            assert memory.bundle is not None
+            memory.slot = self.slots.acquire(memory.injection.content, memory.bundle, memory.injection.terms)
 
     def _resume(self, request: WorkerRequest, blocks: Blocks) -> None:
-        self._take_slot(request)
+        for memory in request.memories:
+            self._take_slot(memory)
         request.restart(blocks)
 
     def _preempt(self, request_id: str) -> None:
-        """Release its slot; it keeps its memory."""
+        """Release its slots; it keeps its memories."""
         request = self.by_id.get(request_id)
-        if request is not None and request.injection is not None and request.memory is not None:
-            self.slots.release(request.injection.content)
-            request.memory = None
+        for memory in () if request is None else request.memories:
+            if memory.injection is not None and memory.slot is not None:
+                self.slots.release(memory.injection.content)
+                memory.slot = None
 
     def _finish(self, request_id: str) -> None:
         """The last request that has an unloaded bundle releases its region."""
         self._preempt(request_id)
         request = self.by_id.pop(request_id, None)
-        if request is not None and request.injection is not None:
-            assert request.bundle is not None
-            self._release(request.bundle.region)
+        for memory in () if request is None else request.memories:
+            if memory.injection is not None:
+                assert memory.bundle is not None
+                self._release(memory.bundle.region)
 
 
 def acting_rows(requests: Mapping[str, WorkerRequest], step: StepRows) -> list[ActingRows]:
-    """The rows of a step that memory acts on, in their order.
+    """The rows of a step that memory acts on, in their order; of a request with two memories, once for each.
 
     Args:
         requests: by id; those without memory may be left out.
@@ -261,12 +278,14 @@ def acting_rows(requests: Mapping[str, WorkerRequest], step: StepRows) -> list[A
         return found
     for number, request_id in enumerate(step.request_ids):
         first, end = end, end + step.num_scheduled[number]
-        request = requests.get(request_id)
-        if request is None or request.memory is None:
-            continue
-        first += max(0, request.first_active - step.num_computed[number])
-        if first < end:
-            found.append(ActingRows(request.memory, number, first, end))
+        request, round_number = requests.get(request_id), 0
+        for memory in () if request is None else reversed(request.memories):  # the one that is shared acts first
+            if memory.injection is None or memory.slot is None:
+                continue
+            begin = first + max(0, memory.injection.first_active - step.num_computed[number])
+            if begin < end:
+                found.append(ActingRows(memory.slot, number, begin, end, round_number))
+                round_number += 1
     return found
 
 

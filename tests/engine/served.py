@@ -16,6 +16,7 @@ from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import UnknownBundle
 from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.memory_engine import Lease, MemoryEngine, MemoryRequest
+from inducekv_vllm.frontend.observation import BundleMetrics
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS, InduceKVConfig
 from tests.engine.parity import FEWER_PROCESSES, World, prompts
@@ -36,7 +37,7 @@ class Memories:
             raise UnknownBundle(f"no memory bundle {name!r} is loaded")
         self.leases += 1
         try:
-            yield Lease(self.memories[name], None)
+            yield Lease(self.memories[name], metrics=BundleMetrics(name, exported=False))
         finally:
             self.leases -= 1
 

@@ -10,10 +10,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.facts import FactFound, FactMissed
 from inducekv_vllm.forbidden import permitted, why_forbidden
-from inducekv_vllm.protocol import Decision, Untouched
+from inducekv_vllm.protocol import Decided, Decision, Untouched
 
 ANSWER = (7, 8, 7, 2)
-FOUND = Decision(Untouched(), fact=FactFound(3, 0.98, ANSWER))
+FOUND = Decided((Decision(Untouched("outside")), Decision(Untouched(), fact=FactFound(3, 0.98, ANSWER))))
 
 
 def sampling(bad_words: list[list[int]] | None = None, **changes: Any) -> SamplingParams:
@@ -38,10 +38,11 @@ def test_what_forbids_an_answer(changes: dict[str, Any], why: str) -> None:
     found = why_forbidden(sampling(**changes), ANSWER)
     assert found is not None
     assert why in found
-    decision = permitted(FOUND, sampling(**changes))
+    decided = permitted(FOUND, sampling(**changes))
+    _, decision = decided.each
     assert decision.fact is not None
-    assert (decision.fact.withheld, decision.answer) == (found, None)
-    assert decision.redo_from(100) is None
+    assert (decision.fact.withheld, decided.answer) == (found, None)
+    assert decided.redo_from(100) is None
 
 
 @pytest.mark.parametrize(
@@ -65,5 +66,5 @@ def test_decisions_without_an_answer_stay_as_they_are() -> None:
     withheld = Decision(Untouched(), fact=FactFound(3, 0.98, withheld="the request begins the answer in another way"))
     missed = Decision(Untouched(), missed=FactMissed(3, "it names 'lyon'", (), ("lyon",)))
     for decision in (withheld, missed, Decision(Untouched("outside"))):
-        assert permitted(decision, banned) is decision
+        assert permitted(Decided((decision,)), banned).each[0] is decision
     assert permitted(FOUND, None) is FOUND

@@ -12,11 +12,12 @@ from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidati
 
 from inducekv_vllm.frontend.observation import OF_A_BUNDLE, BundleMetrics, observing
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from inducekv_vllm.protocol import Decision, InjectionSpec
+from inducekv_vllm.protocol import Decided, Decision, InjectionSpec
 from tests.bundles import random_bundle
 
 MEMORY = ServedBundle.from_bundle(random_bundle(), __file__)
-OPEN = Decision(InjectionSpec("digest", (0,), (1.0,), False), "computed", "a", (-8.0, 6.3), similarity=0.42)
+INJECTED = InjectionSpec("digest", (0,), (1.0,), False)
+OPEN = Decided((Decision(INJECTED, "computed", "a", (-8.0, 6.3), similarity=0.42),))
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def series() -> set[str]:
 @pytest.mark.parametrize("is_decided", [False, True])
 def test_a_request_that_fails(metrics: BundleMetrics, error: BaseException, is_counted: bool, is_decided: bool) -> None:
     def fail() -> None:
-        with observing(metrics, MEMORY, None, tracing=False) as observed:
+        with observing([(metrics, MEMORY)], None, tracing=False) as observed:
             if is_decided:
                 observed.decided(OPEN)
             raise error
@@ -64,7 +65,7 @@ def test_a_request_that_fails(metrics: BundleMetrics, error: BaseException, is_c
 
 
 def test_a_request_that_outlives_its_name_begins_no_series(metrics: BundleMetrics) -> None:
-    with observing(metrics, MEMORY, None, tracing=False) as observed:
+    with observing([(metrics, MEMORY)], None, tracing=False) as observed:
         metrics.end()
         following = BundleMetrics("observed")  # loaded again
         following.begin(MEMORY)

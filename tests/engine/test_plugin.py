@@ -23,7 +23,18 @@ from inducekv_vllm.attention.merged.flash import InduceKVFlashBackend, InduceKVF
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.facts import FactFound, FactMissed
 from inducekv_vllm.plugin import register
-from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched, parse_spec
+from inducekv_vllm.protocol import (
+    Decided,
+    DecideSpec,
+    Decision,
+    Failed,
+    InjectionSpec,
+    Specs,
+    TaskAdapter,
+    Untouched,
+    extra_args_of,
+    parse_specs,
+)
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.vllm_seams.requirements import (
     check_engine,
@@ -82,26 +93,27 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 
 def test_specs_survive_the_journey() -> None:
     memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, first_active=7)
-    assert parse_spec({"inducekv": memory.to_extra_args(), "other": 1}) == memory
     found = FactFound(3, 0.98, (7, 8))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
-    for decide in (
-        DecideSpec("digest", False, None, True),
-        DecideSpec("digest", True, 4, False, "owner", adapters, "strict"),
-    ):
-        assert parse_spec(json.loads(json.dumps({"inducekv": decide.to_extra_args()}))) == decide
-    for decision in (
+    decide = DecideSpec("digest", False, None, True)
+    asked = DecideSpec("digest", True, 4, False, "owner", adapters, "strict")
+    every: tuple[Specs, ...] = ((memory,), (replace(memory, bundle="other"), memory), (decide,), (asked, decide))
+    for specs in every:
+        assert parse_specs(json.loads(json.dumps({**extra_args_of(specs), "other": 1}))) == specs
+    decisions = (
         Decision(memory, "cached", "a", (0.5, -0.25), 0.75, 0.001, 1.5e9),
         Decision(Untouched("outside"), margins=(-1.0,)),
         Decision(TaskAdapter("lora", 3, "/adapters/style"), task="a", fact=found),
         Decision(Untouched(), fact=replace(found, withheld="the request asks for structured output")),
         Decision(Untouched(), missed=FactMissed(3, "it names 'lyon'", ("berlin",), ("lyon",)), strictness="lenient"),
         Decision(Failed("not finite")),
-    ):
-        assert Decision.unpack(decision.pack()) == decision
-    assert parse_spec(None) is parse_spec({}) is parse_spec({"other": 1}) is None
-    with pytest.raises(ValueError, match=r"neither of the two specs: \{'bundle': 'x'\}"):
-        parse_spec({"inducekv": {"bundle": "x"}})
+    )
+    for decided in (Decided(decisions[:1]), Decided(decisions[1:3]), Decided(decisions[3:])):
+        assert Decided.unpack(decided.pack()) == decided
+    assert parse_specs(None) == parse_specs({}) == parse_specs({"other": 1}) == ()
+    for broken in ([{"bundle": "x"}], [decide.to_extra_args(), memory.to_extra_args()], {"bundle": "x"}):
+        with pytest.raises(ValueError, match="no list of specs of one kind"):
+            parse_specs({"inducekv": broken})
 
 
 def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> None:

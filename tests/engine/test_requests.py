@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from inducekv_vllm.attention.decoupled import active_rows
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
-from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter
+from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter, extra_args_of
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.answering import ANSWER
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests, acting_rows
@@ -69,11 +70,12 @@ class Worker:
 
     def memory(self, request_id: str) -> RequestMemory | None:
         request = self.requests.by_id.get(request_id)
-        return None if request is None else request.memory
+        return None if request is None else request.memories[0].slot
 
 
 def started(name: str, spec: Any) -> Any:
-    params = SamplingParams(extra_args=None if spec is None else {"inducekv": spec.to_extra_args()})
+    specs = spec if isinstance(spec, tuple) else (spec,) * (spec is not None)
+    params = SamplingParams(extra_args=extra_args_of(specs))
     return SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[5, 6, 7], block_ids=([0],))
 
 
@@ -112,23 +114,24 @@ def test_slots_have_the_memory_of_running_requests() -> None:
 
 def test_a_request_is_decided_once() -> None:
     """Whether its start comes with its first step or with a later one; and it may come back as a new one."""
-    worker, start = Worker(), Start(2, injection("first", first_active=2), ANSWERED)
+    worker, start = Worker(), Start(2, (injection("first", first_active=2),), answer=ANSWERED)
     (request,) = worker.follow({"a": DECIDE})
-    assert (request.phase, request.memory, request.first_active) == (Phase.UNDECIDED, None, 0)
+    assert (request.phase, worker.memory("a")) == (Phase.UNDECIDED, None)
     worker.follow(running=("a",), starts={"a": start})
-    assert (request.phase, request.first_active) == (Phase.SETTLED, 2)
-    assert request.memory is not None
+    memory = worker.memory("a")
+    assert request.phase is Phase.SETTLED
+    assert memory is not None
     assert (request.params.extra_args or {})[ANSWER] == ANSWERED
     assert worker.calls == [("take_back", "a", 2)]
 
     assert worker.follow({"b": DECIDE}, starts={"b": start}) == []
-    assert worker.memory("b") is request.memory
+    assert worker.memory("b") is memory
     assert len(worker.calls) == 1  # it has sampled nothing
 
     before = request.params
     worker.follow(preempted="a")
     assert worker.follow({"a": DECIDE}) == []
-    assert request.memory is not None
+    assert worker.memory("a") is not None
     assert request.params is not before
     assert (request.params.extra_args or {})[ANSWER] == ANSWERED
 
@@ -136,7 +139,7 @@ def test_a_request_is_decided_once() -> None:
 def test_a_request_goes_on_with_an_adapter_and_its_media() -> None:
     worker, adapter = Worker(), TaskAdapter("style", 3, "/adapters/style")
     worker.follow({"a": DECIDE})
-    worker.follow(resumed=("a",), starts={"a": Start(0, adapter, media=["features"])})
+    worker.follow(resumed=("a",), starts={"a": Start(0, adapter=adapter, media=["features"])})
     assert worker.calls == [
         ("give_media", "a", ["features"]),
         ("take_back", "a", 0),
@@ -155,3 +158,26 @@ def test_the_rows_that_memory_acts_on() -> None:
     assert rows == [(worker.memory("c"), 0, 3, 6), (worker.memory("a"), 2, 8, 9)]
     assert acting_rows({}, step) == []
     assert np.cumsum(step.num_scheduled)[-1] == step.starts[-1]
+
+
+def test_a_request_with_two_memories_holds_a_slot_of_each() -> None:
+    """The shared one acts first, each from its own position on; a preempted request lets go of both."""
+    worker = Worker()
+    free = worker.pool.num_free_tokens
+    both = (injection("other", first_active=5), injection("first", first_active=2))
+    worker.follow({"a": both, "b": injection("first", first_active=2)})
+    own, shared = (memory.slot for memory in worker.requests.by_id["a"].memories)
+    assert own is not None
+    assert shared is worker.memory("b")
+    step = StepRows(["a", "b"], [0, 0], [7, 4])
+    rows = [(each.memory, each.first, each.end, each.round) for each in acting_rows(worker.requests.by_id, step)]
+    assert rows == [(shared, 2, 7, 0), (own, 5, 7, 1), (shared, 9, 11, 0)]
+    assert [each.memory for each in active_rows(acting_rows(worker.requests.by_id, step))] == [shared, own]
+    worker.follow(preempted="a")
+    assert [memory.slot for memory in worker.requests.by_id["a"].memories] == [None, None]
+    worker.follow(resumed=("a",))
+    worker.bundles["first"].region.release()  # the shared bundle is replaced
+    worker.follow(finished="b")
+    assert worker.requests.by_id["a"].memories[1].slot is not None
+    worker.follow(finished="a")
+    assert (worker.requests.slots.used, worker.pool.num_free_tokens) == (0, free + 2)

@@ -24,7 +24,18 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from inducekv_vllm.facts import FactFound
 from inducekv_vllm.forbidden import permitted
-from inducekv_vllm.protocol import DECISIONS, STARTS, DecideSpec, Decision, Failed, InjectionSpec, Start, Untouched
+from inducekv_vllm.protocol import (
+    DECISIONS,
+    STARTS,
+    Decided,
+    DecideSpec,
+    Decision,
+    Failed,
+    InjectionSpec,
+    Start,
+    Untouched,
+    extra_args_of,
+)
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS
 from server.demo import CHECKPOINT
 
@@ -59,21 +70,27 @@ class Engine:
         self.room = 2 if is_async else 1
         self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.steps: list[dict[str, int]] = []  # rows by request
-        self.decisions: dict[str, Decision] = {}  # that the worker will make
+        self.decisions: dict[str, Decided] = {}  # that the worker will make
         self.starts: dict[str, Start] = {}  # that it was told
-        self.delivered: dict[str, list[Decision]] = {}
+        self.delivered: dict[str, list[Decided]] = {}
         self.answers: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 
     def add(
-        self, name: str, prompt: list[int], decision: Decision | None = None, max_tokens: int = 6, **changes: Any
+        self,
+        name: str,
+        prompt: list[int],
+        decision: Decision | Decided | None = None,
+        max_tokens: int = 6,
+        **changes: Any,
     ) -> Request:
         """`changes` of the request's sampling parameters."""
-        spec = None if decision is None else DecideSpec("digest", False, None, True, owner="o")
-        extra = None if spec is None else {"inducekv": spec.to_extra_args()}
+        decided = Decided((decision,)) if isinstance(decision, Decision) else decision
+        specs = () if decided is None else (DecideSpec("digest", False, None, True, owner="o"),) * len(decided.each)
+        extra = extra_args_of(specs)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra, **changes)
-        if decision is not None:
-            self.decisions[name] = decision
+        if decided is not None:
+            self.decisions[name] = decided
         self.requests[name] = Request(name, prompt, params, None, block_hasher=self.hasher)
         self.scheduler.add_request(self.requests[name])
         return self.requests[name]
@@ -92,7 +109,7 @@ class Engine:
                 self.answers.setdefault(each.request_id, []).extend(each.new_token_ids)
                 if each.kv_transfer_params is not None:
                     delivered = self.delivered.setdefault(each.request_id, [])
-                    delivered.append(Decision.unpack(each.kv_transfer_params["inducekv"]))
+                    delivered.append(Decided.unpack(each.kv_transfer_params["inducekv"]))
 
     def drain(self) -> None:
         while self.scheduler.has_requests() or self.flying:
@@ -122,7 +139,7 @@ class Engine:
         return output
 
     def _token(self, name: str) -> int:
-        decision = permitted(self.decisions.get(name, CLOSED), self.requests[name].sampling_params)
+        decision = permitted(self.decisions.get(name, Decided((CLOSED,))), self.requests[name].sampling_params)
         goes_back = decision.redo_from(self.requests[name].num_prompt_tokens) is not None
         return DROPPED if goes_back and name not in self.starts else RIGHT
 
@@ -132,7 +149,7 @@ def opened(first_active: int) -> Decision:
 
 
 def started(decision: Decision, redo_from: int) -> Start:
-    return Start(redo_from, decision.injection, answer=decision.answer)
+    return Start(redo_from, Decided((decision,)).injections, answer=decision.answer)
 
 
 CLOSED = Decision(Untouched("outside"), margins=(-1.0,))
@@ -170,7 +187,7 @@ def test_a_request_goes_back_once_and_others_go_on(
     assert engine.answers == {"m": [RIGHT] * 6, "other": [RIGHT] * 8}
     redo_from = length - 1 if decision.injection is None else decision.injection.first_active
     assert engine.starts == ({"m": started(decision, redo_from)} if how else {})
-    assert engine.delivered["m"] == [decision] * 6  # with every token
+    assert engine.delivered["m"] == [Decided((decision,))] * 6  # with every token
     begun = [step.keys() for step in engine.steps]
     first_other = next(i for i, names in enumerate(begun) if "other" in names)
     assert all("other" in names for names in begun[first_other : first_other + 8])  # it waits for nobody
@@ -204,14 +221,14 @@ def test_a_prompt_that_was_decided_begins_with_its_memory(is_async: bool) -> Non
         engine.add(name, PROMPT, decision)
         engine.drain()
     assert next(step["again"] for step in engine.steps if "again" in step) == 4  # the rest is in the cache
-    assert engine.starts["again"] == Start(70, opened(70).injection)
-    assert [each.source for each in engine.delivered["again"]] == ["cached"] * 6
-    expired = Decision(opened(70).injection, valid_until=1.0)
+    assert engine.starts["again"] == started(opened(70), 70)
+    assert [each.each[0].source for each in engine.delivered["again"]] == ["cached"] * 6
+    expired = replace(opened(70), valid_until=1.0)
     for name in ("expired", "anew"):
         engine.decisions.clear()
         engine.add(name, PROMPT[:90], expired)
         engine.drain()
-        assert engine.delivered[name][0].source == "computed"
+        assert engine.delivered[name][0].each[0].source == "computed"
 
 
 BANNED: dict[str, Any] = {"logit_bias": {8: -100.0}}
@@ -231,7 +248,8 @@ def test_what_a_request_forbids_is_its_own(is_async: bool, is_v2: bool) -> None:
     for name, changes in asked.items():
         withheld = "logit_bias bans one of its tokens" if changes is BANNED else None
         assert FOUND.fact is not None
-        for decision in engine.delivered[name]:
+        for decided in engine.delivered[name]:
+            (decision,) = decided.each
             assert decision.fact == replace(FOUND.fact, withheld=withheld)
             assert decision.answer == (None if withheld else FOUND.fact.token_ids)
             assert decision.source == ("computed" if name == "first" else "cached")
@@ -289,3 +307,56 @@ def test_few_blocks(is_async: bool, is_v2: bool) -> None:
     in_other_blocks = 2  # those of `opened(70)` go back so, which vLLM counts as well
     assert sum(request.num_preemptions for request in requests) > in_other_blocks
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 24
+
+
+def opened_for(own: int | None, shared: int | None) -> Decided:
+    """Two memories, each from its own position on, or behind a closed gate."""
+    made = [
+        CLOSED if first is None else Decision(InjectionSpec(bundle, (1,), (1.0,), False, first), task="a")
+        for bundle, first in (("own", own), ("shared", shared))
+    ]
+    return Decided(tuple(made))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("own", "shared", "redone"),
+    [(99, 70, 70), (40, 70, 40), (None, 70, 70), (99, None, 99), (None, None, None)],
+)
+def test_a_request_with_two_memories_goes_back_to_where_the_first_one_begins(
+    own: int | None, shared: int | None, redone: int | None, is_async: bool
+) -> None:
+    engine = Engine(is_async)
+    decided = opened_for(own, shared)
+    engine.add("m", PROMPT, decided)
+    engine.drain()
+    assert engine.answers["m"] == [RIGHT] * 6
+    assert engine.delivered["m"] == [decided] * 6
+    assert engine.starts.get("m", Start()) == Start(redone, decided.injections)
+
+
+def test_blocks_tell_which_memories_act_in_them_and_in_which_order() -> None:
+    """Tenants with one shared memory have its blocks in common, up to where their own begins."""
+    engine, hashes = Engine(is_async=False), dict[str, list[bytes]]()
+    other = replace(opened(64), outcome=InjectionSpec("other", (1,), (1.0,), False, 64))
+    asked = {
+        "untouched": None,
+        "acme": opened_for(own=64, shared=32),
+        "closed": opened_for(own=None, shared=32),
+        "bolt": Decided((other, opened_for(None, 32).each[1])),
+        "swapped": Decided(tuple(reversed(opened_for(own=64, shared=32).each))),
+        "together": opened_for(own=32, shared=32),
+        "together, swapped": Decided(tuple(reversed(opened_for(own=32, shared=32).each))),
+    }
+    for name, decided in asked.items():
+        engine.decisions.clear()
+        engine.scheduler.known.clear()
+        hashes[name] = list(engine.add(name, PROMPT, decided).block_hashes)
+        engine.drain()
+        hashes[name] = list(engine.requests[name].block_hashes)[:3]
+    first, second, third = (dict(zip(hashes, each, strict=True)) for each in zip(*hashes.values(), strict=True))
+    assert len(set(first.values())) == 1  # nothing acts in it
+    with_shared = {second[name] for name in ("acme", "closed", "bolt", "swapped")}
+    assert len(with_shared) == 1
+    assert len({second[name] for name in ("untouched", "together", "together, swapped")} | with_shared) == 4
+    assert len(set(third.values())) == 7

@@ -18,11 +18,20 @@ from inducekv_vllm.attention.cpu_memory import CPUMemoryAttention
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.resident_gate import ResidentGate
 from inducekv_vllm.attention.slots import Slots
-from inducekv_vllm.bundle.lookup import LookupResult
+from inducekv_vllm.bundle.lookup import LookupResult, QueryFeatures
 from inducekv_vllm.errors import InduceKVError, UnsupportedModel
 from inducekv_vllm.facts import FactFound
 from inducekv_vllm.gate import TurnMarks, evidence, last_averaged
-from inducekv_vllm.protocol import DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
+from inducekv_vllm.protocol import (
+    Decided,
+    DecideSpec,
+    Decision,
+    Failed,
+    InjectionSpec,
+    TaskAdapter,
+    Untouched,
+    extra_args_of,
+)
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers import prompts
 from inducekv_vllm.workers.cached_values import CachedValues
@@ -174,7 +183,7 @@ class Requests:
         self.decisions = Decisions(self.table, reader, None, attention, {IMAGE}, is_alone=True)
 
     def start(self, request_id: str, blocks: list[list[int]]) -> None:
-        params = SamplingParams(extra_args={"inducekv": self.spec.to_extra_args()})
+        params = SamplingParams(extra_args=extra_args_of((self.spec,)))
         new = SimpleNamespace(req_id=request_id, sampling_params=params, prompt_token_ids=PROMPT, block_ids=blocks)
         self.follow(scheduled_new_reqs=[new])
 
@@ -211,11 +220,16 @@ class Requests:
         return complete
 
 
+def told(request: WorkerRequest) -> QueryFeatures:
+    (features,) = request.features.wait()
+    return features
+
+
 def check_evidence(request: WorkerRequest, values: Tensor) -> None:
     looked_at = last_averaged(values[TEXT + MEDIA][:, [0, 2]].flatten(2), len(TEXT))
     expected = GATE.token_scores.evidence(looked_at)
     assert expected.any()
-    np.testing.assert_array_equal(request.features.wait().evidence, expected)
+    np.testing.assert_array_equal(told(request).evidence, expected)
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +246,9 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     (request,) = requests.step("r", 0, 11)
     check_evidence(request, values)
     assert (max(most), len(most)) == (2, 5)
-    assert request.features.picture is not None
-    torch.testing.assert_close(request.features.picture.wait(), values[MEDIA, 0].flatten(1).mean(0), rtol=0, atol=1e-6)
+    picture = told(request).picture
+    assert picture is not None
+    np.testing.assert_allclose(picture, values[MEDIA, 0].flatten(1).mean(0).numpy(), rtol=0, atol=1e-6)
 
 
 def test_evidence_is_there_after_the_last_prompt_token() -> None:
@@ -269,7 +284,7 @@ def test_the_key_depends_on_neither_chunks_nor_preemption(chunks: list[int], dty
         done += len(part)
     (request,) = completed
     expected = torch.nn.functional.normalize(hidden.double().mean(0), dim=0)
-    np.testing.assert_allclose(request.features.wait().key, expected.numpy(), atol=1e-6)
+    np.testing.assert_allclose(told(request).key, expected.numpy(), atol=1e-6)
 
 
 def test_numbers_that_are_not_finite_decide_nothing() -> None:
@@ -307,7 +322,7 @@ def test_the_state_of_pictures_is_the_mean_of_their_values(marks: TurnMarks) -> 
         requests.cache.write(values, blocks)
         requests.start("a", blocks)
         (request,) = requests.step("a", 0, len(PROMPT))
-        found = request.features.wait().picture
+        found = told(request).picture
         if picture_marks is None:
             assert found is None
         else:
@@ -397,5 +412,22 @@ class Late:
     ],
 )
 def test_what_can_join_the_pass(decision: Decision, does_join: bool) -> None:
-    request: Any = SimpleNamespace(prompt=PROMPT, bundle=Late)
-    assert joins(request, decision, layer=2) == does_join
+    request: Any = SimpleNamespace(prompt=PROMPT, bundles=[Late])
+    assert joins(request, Decided((decision,)), layer=2) == does_join
+
+
+@pytest.mark.parametrize(
+    ("own", "shared", "do_join"),
+    [((1, 10), (1, 10), True), ((1, 10), (0, 10), False), ((1, 9), (1, 10), False), (None, (1, 10), True)],
+)
+def test_two_memories_join_the_pass_together(
+    own: tuple[int, int] | None, shared: tuple[int, int], do_join: bool
+) -> None:
+    """Or neither does."""
+    outcomes = [
+        Untouched("outside") if each is None else InjectionSpec("d", (each[0],), (1.0,), False, each[1])
+        for each in (own, shared)
+    ]
+    decided = Decided(tuple(Decision(outcome) for outcome in outcomes))
+    request: Any = SimpleNamespace(prompt=PROMPT, bundles=[Late, Late])
+    assert joins(request, decided, layer=2) == do_join

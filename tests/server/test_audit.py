@@ -33,6 +33,7 @@ TRACE = {
     "gate": {"open": True, "task": "t", "closed": None, "margins": {}},
     "entries": [{"index": 3, "id": "x", "task": "t", "weight": 0.25}],
     "facts": [{"id": "y", "task": "t", "closeness": 0.98, "withheld": None}],
+    "shared": None,
 }
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -91,6 +92,12 @@ class TestArguments:
         ours = {"bundles": {"a": str(bundle), "b": str(bundle)}, "decision_cache_entries": 7}
         assert args.additional_config == {"other": 1, "inducekv": ours}
 
+    def test_a_shared_bundle_is_a_second_memory(self, bundle: Path) -> None:
+        late: dict[str, Any] = {"form": "decoupled", "weighting": "uniform", "activations": {"t": "generation"}}
+        write_bundle(random_bundle(**late), bundle)
+        expected = {"bundles": {"a": str(bundle)}, "shared": "a", "max_memories": 2}
+        assert config("MODEL", f"--memory=a={bundle}", "--memory-shared=a") == expected
+
     def test_a_users_class_is_kept(self) -> None:
         args = handed("MODEL", "--worker-cls", "my.Worker", "--scheduler-cls", "my.Scheduler")
         assert (args.worker_cls, args.scheduler_cls) == ("my.Worker", "my.Scheduler")
@@ -147,6 +154,8 @@ class TestRefusals:
             (["--memory-state", "BUNDLE"], "file is not a database"),
             (["--gate-log", "/no/such/log"], "/no/such/log: cannot be used as a gate log: No such file or directory"),
             (["--gate-log", "/dev/null"], "cannot be used as a gate log: not a regular file"),
+            (["--memory", "a=BUNDLE", "--memory-shared", "b"], "shared .* found 'b', bundles a, max_memories 2"),
+            (["--memory", "a=BUNDLE", "--memory-shared", "a"], "bundle 'a' is merged .*: it cannot be shared"),
             (["--memory-audit-answers"], "audit_answers needs state, the file to record them in"),
             (["--require-signature", "/no/such.pem"], "/no/such.pem: cannot read the key"),
             (["--require-signature", "BUNDLE"], "not a public key in PEM"),

@@ -256,7 +256,7 @@ async def test_forgetting_reaches_every_process_before_it_is_acknowledged(proces
 
 
 async def test_answers_and_refusals_of_all_processes_are_in_one_audit_chain(processes: Processes) -> None:
-    trace = {"bundle": "m", "digest": "d", "gate": None, "entries": [], "facts": []}
+    trace = {"bundle": "m", "digest": "d", "gate": None, "entries": [], "facts": [], "shared": None}
     first, second, third = processes.all
     for number in range(3):
         await second.journal.record_answer(f"r{number}-1", "", trace)

@@ -61,6 +61,9 @@ def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
     for bundle in BUNDLES[:2]:
         point(state, "m", bundle)
     state.put_trace("owner", None, "r", {"digest": secret, "entry": "of the trace"})
+    state.put_trace(
+        "owner", None, "s", {"digest": BUNDLES[1].digest, "shared": {"digest": secret, "entry": "of the trace"}}
+    )
     other = ServerState(path, keeps_bundles=True, process=1)
     assert other.hold(secret)
     assert state.forget("m", [secret], "admin") == [secret]  # its last request runs
@@ -69,7 +72,7 @@ def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
     assert state.release(secret)
     assert not state.release(secret)
     assert contents(path) == {BUNDLES[1].digest}
-    assert state.traces("owner", None, "r") == []
+    assert state.traces("owner", None, "r") == state.traces("owner", None, "s") == []
     for left in tmp_path.iterdir():
         for of_it in (content_of(BUNDLES[0]), b"of the trace"):  # the audit chain keeps its digest
             assert of_it not in left.read_bytes(), left.name

@@ -116,7 +116,9 @@ class World:
 def requests_of(memories: list[RequestMemory], step: Step) -> dict[str, Any]:
     """By id; those without memory are left out."""
     return {
-        str(number): SimpleNamespace(memory=memories[memory], first_active=first_active)
+        str(number): SimpleNamespace(
+            memories=[SimpleNamespace(slot=memories[memory], injection=SimpleNamespace(first_active=first_active))]
+        )
         for number, (memory, first_active, *_) in enumerate(step)
         if memory is not None
     }
