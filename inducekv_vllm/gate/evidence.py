@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import starmap
+from itertools import accumulate, count, starmap
 from typing import Final, NamedTuple
 
 import torch
@@ -62,6 +62,44 @@ def prompt_evidence(
     return torch.cat([reduce(torch.maximum, starmap(of_piece, in_pieces(*deciding))), *found])
 
 
+def evidence_of_texts(
+    texts: Sequence[Sequence[int]],
+    scores: TokenScores,
+    values: Tensor,
+    add_up: Callable[[Tensor], Tensor],
+    means: MeanScores | None = None,
+    index: Callable[[list[int]], Tensor] = torch.tensor,
+) -> Tensor:
+    """What `prompt_evidence` says of n prompts, side by side: [n, S P], or [n, S P + K].
+
+    Args:
+        texts: the tokens that decide of each prompt, at least `WINDOW` of text and nothing else.
+        values: [t, S, F], theirs, one prompt behind the other.
+        add_up, means, index: see `prompt_evidence`.
+    """
+    lengths, found = [len(text) for text in texts], list[Tensor]()
+    starts = list(accumulate(lengths, initial=0))
+    if scores.prototypes.shape[1]:
+        last = [starts[n] + min(at, lengths[n] - WINDOW) for n in range(len(texts)) for at in range(lengths[n])]
+        of_windows = values[:, -1].unfold(0, WINDOW, 1).mean(dim=2)  # [t - WINDOW + 1, F]
+        averaged = torch.cat([values[:, :-1], of_windows[index(last)][:, None]], dim=1)
+        cosines = scores.cosines(averaged, add_up)  # [t, S, P]
+        found.append(above_floors(_largest_of_each(cosines, index(lengths)), scores.floors).flatten(1))
+    if means is not None:
+        runs = [runs_of_tokens(text, means.clause_ends) for text in texts]
+        placed = zip(starts, runs, strict=False)
+        shifted = [range(start + run.start, start + run.stop) for start, own in placed for run in own]
+        counts = [len(own) for own in runs]
+        found.append(means.evidence_of_each(_of_runs(shifted, values, index), counts, add_up, index))
+    return torch.cat(found, dim=1)
+
+
+def _largest_of_each(numbers: Tensor, lengths: Tensor) -> Tensor:
+    """[n, 1, ...], the largest of so many rows each of numbers [t, ...]."""
+    found: Tensor = torch.segment_reduce(numbers.flatten(1), "max", lengths=lengths, axis=0)
+    return found.view(-1, 1, *numbers.shape[1:])
+
+
 def _means(
     token_ids: Sequence[int],
     text: Sequence[int],
@@ -73,21 +111,16 @@ def _means(
     if not text:
         return means.center[None]
     runs = runs_of_tokens([token_ids[at] for at in text], means.clause_ends)
+    pieces = (list(text[at : at + PIECE]) for at in range(0, len(text), PIECE))
+    return reduce(torch.add, (_of_runs(runs, read(piece), index, at) for at, piece in zip(count(0, PIECE), pieces)))
+
+
+def _of_runs(runs: Sequence[range], values: Tensor, index: Callable[[list[int]], Tensor], start: int = 0) -> Tensor:
+    """What the values [t, S, F] of the places from `start` on add to the means [R, S, F] of runs."""
     first, behind = index([*(run.start for run in runs), *(run.stop for run in runs)]).view(2, -1, 1)  # [R, 1]
-    return reduce(
-        torch.add,
-        (
-            _part_of_means(first, behind, at, read(list(text[at : at + PIECE])).float())
-            for at in range(0, len(text), PIECE)
-        ),
-    )
-
-
-def _part_of_means(first: Tensor, behind: Tensor, start: int, values: Tensor) -> Tensor:
-    """What the values [t, S, F] of the places from `start` on add to the means [R, S, F] of runs [R, 1]."""
     places = torch.arange(start, start + len(values), device=values.device)
     shares = ((first <= places) & (places < behind)) / (behind - first)  # [R, t]
-    return torch.einsum("rt,tsf->rsf", shares, values)
+    return torch.einsum("rt,tsf->rsf", shares, values.float())
 
 
 @dataclass(frozen=True)
@@ -159,11 +192,15 @@ class TokenScores:
             values: [t, S, F] with t at least 1, any float type, the last layer averaged.
             add_up: the sum over ranks of [t, S, P + 1].
         """
+        return above_floors(self.cosines(values, add_up), self.floors).flatten()
+
+    def cosines(self, values: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """[t, S, P], of tokens and prototypes; see `evidence`."""
         tokens = (values.to(self.center.dtype) - self.center) * self.scale  # [t, S, F]
         dots = torch.einsum("tsf,spf->tsp", tokens, self.prototypes)
         sums = add_up(torch.cat([dots, tokens.square().sum(dim=2, keepdim=True)], dim=2))  # [t, S, P + 1]
         norms = sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny).sqrt()  # [t, S, 1]
-        return above_floors(sums[..., :-1] / norms, self.floors).flatten()
+        return sums[..., :-1] / norms
 
 
 def above_floors(cosines: Tensor, floors: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 from ..attention.memory_attention import AttentionLayer, decoders
 from ..errors import UnsupportedModel
 from ..vllm_seams.device import Device
+from .requests import Blocks
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -88,30 +89,38 @@ class CachedValues:
             return f"its KV cache has the unknown layout {list(shape)}"
         return None
 
-    def read(self, layers: Sequence[int], blocks: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
+    def read(self, layers: Sequence[int], blocks: Blocks, positions: Sequence[int]) -> Tensor:
         """The layers' values [t, S, J V] float32 of a request's tokens.
 
         Args:
             blocks: of each group of the KV cache, the request's blocks in order.
             positions: [t], of tokens whose K and V are in the cache, or are written by work that is queued.
         """
+        return self.read_several(layers, [(blocks, positions)])
+
+    def read_several(self, layers: Sequence[int], requests: Sequence[tuple[Blocks, Sequence[int]]]) -> Tensor:
+        """`read` for several requests, one behind the other."""
         found, places = [], dict[tuple[int, int], Tensor]()  # [2, t] int64 by group and C: in which block, and where
         for index in layers:
             layer = self._layers[index]
             cache, scale = self._cache_of(layer.attention)
             kind = layer.group, cache.shape[-2]
             if kind not in places:
-                places[kind] = self._places(blocks[layer.group], positions, layer.spec.block_size, kind[1])
+                of_group = [(blocks[layer.group], positions) for blocks, positions in requests]
+                places[kind] = self._places(of_group, layer.spec.block_size, kind[1])
             block, offset = places[kind]
             rows = cache[block, :, offset].flatten(1) if cache.dim() == 4 else cache[block, offset]  # [t, J V]
             found.append(rows if scale is None else rows.view(_FP8[layer.attention.kv_cache_dtype]).float() * scale)
         return torch.stack(found, dim=1).float()
 
-    def _places(self, blocks: Sequence[int], positions: Sequence[int], of_group: int, C: int) -> Tensor:
+    def _places(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]], of_group: int, C: int) -> Tensor:
         """[2, t]; a block of the cache, of `of_group` tokens, may be several of the kernel's, of C tokens."""
-        at = np.asarray(positions, dtype=np.int64)  # [t]
-        slots = np.asarray(blocks, dtype=np.int64)[at // of_group] * of_group + at % of_group
-        return self._device.index(np.stack([slots // C, slots % C]).ravel().tolist()).view(2, -1)
+        slots = []
+        for blocks, positions in requests:
+            at = np.asarray(positions, dtype=np.int64)
+            slots.append(np.asarray(blocks, dtype=np.int64)[at // of_group] * of_group + at % of_group)
+        every = np.concatenate(slots)  # [t]
+        return self._device.index(np.stack([every // C, every % C]).ravel().tolist()).view(2, -1)
 
     def _cache_of(self, layer: AttentionLayer) -> tuple[Tensor, Tensor | None]:
         """The values [blocks, J, C, D], or latents [blocks, C, V], and the scale of quantised ones."""

@@ -204,9 +204,9 @@ class Decisions:
                 hidden = final_hidden(starts[-1]) if hidden is None else hidden
                 assert hidden is not None
                 request.features.add(hidden[starts[number] : starts[number + 1]])
-        for request in self._completing(rows):
-            if request.decided is None:
-                self._prompts.read(request)
+        complete = list(self._completing(rows))
+        self._prompts.read([request for request in complete if request.decided is None])
+        for request in complete:
             request.phase = Phase.COMPLETE
 
     def attached(self, output: Output) -> Output:
@@ -225,8 +225,7 @@ class Decisions:
 
     def _decide_in(self, layer: int, requests: Sequence[WorkerRequest], rows: StepRows) -> None:
         assert self._deciding is not None
-        for request in requests:
-            self._prompts.read(request)
+        self._prompts.read(requests)
         for request, decided in [(request, self._deciding.decide(request)) for request in requests]:
             request.decided = decided
             if joins(request, decided, layer):

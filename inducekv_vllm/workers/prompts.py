@@ -10,7 +10,8 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -21,7 +22,7 @@ from torch.nn.functional import normalize
 from ..attention.resident_gate import ResidentGate
 from ..errors import InduceKVError
 from ..facts.pictures import LAYER
-from ..gate import PIECE, TurnMarks, deciding_tokens, prompt_evidence
+from ..gate import PIECE, WINDOW, TurnMarks, deciding_tokens, evidence_of_texts, prompt_evidence
 from ..vllm_seams.device import Device, HostCopy
 from ..vllm_seams.logs import logger_of
 from .cached_values import CachedValues
@@ -51,15 +52,25 @@ class PromptReader:
         self._values, self._placeholders, self._device = values, placeholders, device
         self._add_up, self._all_heads = add_up, all_heads
 
-    def read(self, request: WorkerRequest) -> None:
-        """Send what the prompt tells on its way to the host; what raises is the request's refusal."""
-        try:
-            self._read(request)
-        except Exception as error:
-            request.features.refusal = failure_of(error)
+    def read(self, requests: Sequence[WorkerRequest]) -> None:
+        """Send what the prompts tell on its way to the host; what raises is the request's refusal.
+
+        The values that gates look at are in the KV cache.
+        """
+        for request in requests:
+            try:
+                self._read(request)
+            except Exception as error:
+                request.features.refusal = failure_of(error)
+        for gate, questions in by_gate(requests, self._placeholders):
+            try:
+                self._read_evidence(gate, questions)
+            except Exception as error:
+                for question in questions:
+                    question.request.features.refusal = failure_of(error)
 
     def _read(self, request: WorkerRequest) -> None:
-        """The values that the gate looks at are in the KV cache."""
+        """All but the evidence for gates."""
         features = request.features
         if request.needs_key:
             T = len(request.prompt)
@@ -67,26 +78,23 @@ class PromptReader:
             assert isinstance(features.total, Tensor)
             features.key = self._device.to_host(normalize(features.total / T, dim=0))
         for memory in request.memories:
-            bundle = memory.bundle
-            marks = _NO_MARKS if bundle is None else bundle.picture_marks
-            picture = None if marks is None else self._picture(request, marks)
-            gate = None if bundle is None else bundle.gate
-            evidence = None if gate is None else self._device.to_host(self._evidence(request, gate))
-            features.for_memories.append((evidence, picture))
+            marks = _NO_MARKS if memory.bundle is None else memory.bundle.picture_marks
+            features.pictures.append(None if marks is None else self._picture(request, marks))
 
-    def _evidence(self, request: WorkerRequest, gate: ResidentGate) -> Tensor:
-        """[H], without that of words: the host has those."""
-        read = partial(self._values.read, gate.layers, request.blocks)  # [t, S, F of this rank]
-        return prompt_evidence(
-            request.prompt,
-            gate.marks,
-            gate.scores,
-            self._placeholders,
-            read,
-            self._add_up,
-            gate.means,
-            self._device.index,
-        )
+    def _read_evidence(self, gate: ResidentGate, questions: Sequence[Question]) -> None:
+        """[H] for each, without that of words: the host has those. Several questions share all launches."""
+        if len(questions) == 1:
+            request = questions[0].request
+            read = partial(self._values.read, gate.layers, request.blocks)  # [t, S, F of this rank]
+            prompt = request.prompt, gate.marks, gate.scores, self._placeholders
+            evidence = prompt_evidence(*prompt, read, self._add_up, gate.means, self._device.index)[None]
+        else:
+            values = self._values.read_several(gate.layers, [(each.request.blocks, each.text) for each in questions])
+            texts = [each.tokens for each in questions]
+            evidence = evidence_of_texts(texts, gate.scores, values, self._add_up, gate.means, self._device.index)
+        copy = self._device.to_host(evidence)  # [n, H]
+        for number, question in enumerate(questions):
+            question.request.features.evidence[question.memory] = copy, number
 
     def _picture(self, request: WorkerRequest, marks: TurnMarks) -> HostCopy | None:
         """The state [F] of the pictures in the turn that is found by these marks, if there are any."""
@@ -99,6 +107,41 @@ class PromptReader:
         # Of this rank's features, [F] each.
         sums = [self._values.read([LAYER], request.blocks, piece).sum((0, 1)) for piece in pieces]
         return self._device.to_host(self._all_heads(torch.stack(sums).sum(0) / len(media)))
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a prompt tells the gate of one of its request's memories."""
+
+    request: WorkerRequest
+    memory: int  # its number
+    text: list[int]  # positions
+
+    @property
+    def tokens(self) -> list[int]:
+        return [self.request.prompt[at] for at in self.text]
+
+
+def by_gate(
+    requests: Sequence[WorkerRequest], placeholders: Collection[int]
+) -> Iterator[tuple[ResidentGate, list[Question]]]:
+    """The questions to each gate, together those of short texts, up to `PIECE` tokens; others by themselves."""
+    together: dict[int, tuple[ResidentGate, list[Question]]] = {}  # by the identity of the gate
+    asked = ((request, *each) for request in requests for each in enumerate(request.memories))
+    for request, number, memory in asked:
+        if request.features.refusal is not None or memory.bundle is None or (gate := memory.bundle.gate) is None:
+            continue
+        text, media = deciding_tokens(request.prompt, gate.marks, placeholders)
+        question = Question(request, number, text)
+        if media or not WINDOW <= len(text) <= PIECE:
+            yield gate, [question]
+            continue
+        _, others = together.setdefault(id(gate), (gate, []))
+        if sum(len(each.text) for each in others) + len(text) > PIECE:
+            yield together.pop(id(gate))
+            _, others = together.setdefault(id(gate), (gate, []))
+        others.append(question)
+    yield from together.values()
 
 
 def failure_of(error: Exception) -> InduceKVError:

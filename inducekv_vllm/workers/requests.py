@@ -51,7 +51,9 @@ class PromptFeatures:
     seen: int = 0  # tokens whose hidden states are in `total`
     total: Tensor | float = 0.0  # [d] float32, once a row has been seen
     key: HostCopy | None = None  # [d]
-    for_memories: list[tuple[HostCopy | None, HostCopy | None]] = field(default_factory=list)  # evidence [H], state [F]
+    pictures: list[HostCopy | None] = field(default_factory=list)  # [F] for each memory
+    # [n, H] by the number of a memory that has a gate, and which of the n is this prompt's.
+    evidence: dict[int, tuple[HostCopy, int]] = field(default_factory=dict)
     refusal: InduceKVError | None = None  # why nothing can be decided
 
     def add(self, hidden: Tensor) -> None:
@@ -65,15 +67,17 @@ class PromptFeatures:
             raise self.refusal
         key = _arrived(self.key)
         return [
-            QueryFeatures(key=key, evidence=_arrived(evidence), picture=_arrived(picture))
-            for evidence, picture in self.for_memories
+            QueryFeatures(key=key, evidence=_arrived(*self.evidence.get(memory, (None,))), picture=_arrived(picture))
+            for memory, picture in enumerate(self.pictures)
         ]
 
 
-def _arrived(copy: HostCopy | None) -> FloatArray | None:
+def _arrived(copy: HostCopy | None, row: int | None = None) -> FloatArray | None:
+    """A row of it, or all."""
     if copy is None:
         return None
-    if not bool((found := copy.wait()).isfinite().all()):
+    found = copy.wait() if row is None else copy.wait()[row]
+    if not bool(found.isfinite().all()):
         raise InduceKVError("the model's hidden states for this prompt are not finite, so it has no query key")
     return found.numpy()
 

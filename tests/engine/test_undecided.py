@@ -42,7 +42,7 @@ from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.bundles import D, J, random_gate
 from tests.unit.inducekv_vllm.attention.pools import CPU
 
-BLOCKS, IMAGE = 6, 9
+BLOCKS, IMAGE = 12, 9
 FOUND = FactFound(3, 0.98, (7, 8))
 
 
@@ -285,6 +285,40 @@ def test_the_key_depends_on_neither_chunks_nor_preemption(chunks: list[int], dty
     (request,) = completed
     expected = torch.nn.functional.normalize(hidden.double().mean(0), dim=0)
     np.testing.assert_allclose(told(request).key, expected.numpy(), atol=1e-6)
+
+
+def test_prompts_that_are_complete_in_one_step_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own blocks; a long one and one with pictures are read by themselves."""
+    monkeypatch.setattr(prompts, "WINDOW", 2)
+    monkeypatch.setattr(evidence, "WINDOW", 2)
+    monkeypatch.setattr(prompts, "PIECE", 11)
+    texts = {"a": [7, 8, 11, 5], "b": [5] * 5, "c": [11, 8, 7], "picture": [IMAGE, 7], "long": [8] * 12}
+    blocks = {"a": [[0, 1], [1, 0]], "b": [[2, 3], [3, 2]], "c": [[4, 5], [5, 4]]}
+    blocks |= {"picture": [[6, 7], [6]], "long": [[8, 9, 10, 11], [7, 8]]}
+    requests = Requests()
+    read, sizes = requests.values.read_several, list[int]()
+    monkeypatch.setattr(requests.values, "read_several", lambda *given: (sizes.append(len(given[1])), read(*given))[1])
+    values = {}
+    for name, text in texts.items():
+        prompt = [6, 2, *text, 3]
+        new = SimpleNamespace(
+            req_id=name,
+            sampling_params=SamplingParams(extra_args=extra_args_of((requests.spec,))),
+            prompt_token_ids=prompt,
+            block_ids=blocks[name],
+        )
+        requests.follow(scheduled_new_reqs=[new])
+        values[name] = drawn(len(prompt), seed=len(values))
+        requests.cache.write(values[name], blocks[name])
+    rows = StepRows(list(texts), [0] * len(texts), [len(text) + 3 for text in texts.values()])
+    requests.decisions.after_pass(rows, lambda _: None)
+    assert sorted(sizes) == [1, 1, 1, 2]  # a and b are a piece, into which c does not fit
+    for name, text in texts.items():
+        media = [at for at, token in enumerate(text, start=2) if token == IMAGE]
+        at = [place for place in range(2, 2 + len(text)) if place not in media]
+        looked_at = last_averaged(values[name][at + media][:, [0, 2]].flatten(2), len(at))
+        found = told(requests.table.by_id[name]).evidence
+        np.testing.assert_allclose(found, GATE.token_scores.evidence(looked_at), rtol=0, atol=1e-6)
 
 
 def test_numbers_that_are_not_finite_decide_nothing() -> None:

@@ -22,6 +22,7 @@ from inducekv_vllm.gate import (
     WordScores,
     as_evidence,
     ends_clause,
+    evidence_of_texts,
     prompt_evidence,
     runs_of_tokens,
 )
@@ -258,3 +259,25 @@ def test_the_classifiers_of_tasks_that_go_are_gone() -> None:
     assert torch.equal(left.directions[0], gate.directions[2])
     assert torch.equal(left.stored().tensors()["gate_words"][0], gate.words[2].half())
     assert torch.equal(left.stored().tensors()["gate_offsets"], gate.offsets[:, [2]])
+
+
+@pytest.mark.parametrize("prototypes", [0, 5])
+@pytest.mark.parametrize("with_means", [True, False])
+def test_prompts_that_are_seen_together_have_the_evidence_of_each_by_itself(prototypes: int, with_means: bool) -> None:
+    if not prototypes and not with_means:
+        pytest.skip("a gate sees something")
+    generator = torch.Generator().manual_seed(prototypes)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    center, scale = normal(S, F), normal(S, F).abs() + 0.1
+    scores = TokenScores(center, scale, normal(S, prototypes, F), torch.full((S, prototypes), 0.1))
+    means = MeanScores(center, scale, normal(K, S, F), normal(K), frozenset({7, 8})) if with_means else None
+    texts = [torch.randint(1, 20, (n,), generator=generator).tolist() for n in (16, 40, 17, 90)]
+    texts.append([1] * 20)  # one clause: it has no runs
+    values = [normal(len(text), S, F) for text in texts]
+    found = evidence_of_texts(texts, scores, torch.cat(values), lambda sums: sums, means)
+    for row, text, own in zip(found, texts, values, strict=True):
+        alone = prompt_evidence(text, TurnMarks((), None), scores, (), lambda at, own=own: own[at], lambda x: x, means)
+        torch.testing.assert_close(row, alone, rtol=0, atol=1e-6)
