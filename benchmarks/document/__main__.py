@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="*", help="which to compute (default: all)")
     parser.add_argument("--steps", type=int, default=100, help="of a training (%(default)s)")
     parser.add_argument("--rate", type=float, default=0.1, help="of a memory's training (%(default)s)")
-    parser.add_argument("--held-out", type=int, default=10, help="questions of each group (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=30, help="questions of each group (%(default)s)")
     options = parser.parse_args(arguments)
     compared = Compared(options, DOCUMENTS[options.document]())
     for name in options.rows or [*compared.rows, SECONDS]:
@@ -73,7 +73,8 @@ class Compared:
         options.work.mkdir(parents=True, exist_ok=True)
         self.studied = self._studied(self.settings)
         self.training, self.validation = divided(self.studied, 0)
-        self.held_out = HeldOut.of(document, self.pieces, self.studied, self.validation, options.held_out)
+        asked = self._studied(self._settings(seed=1, clozes=0, continuations=0))
+        self.held_out = HeldOut.of(document, self.pieces, self.studied, asked, options.held_out)
         self.rows: dict[str, Callable[[], dict[str, Any]]] = {
             "nothing": lambda: self.measured(self.scorer.predicted),
             "document in the prompt": lambda: self._in_prompt(lambda asked: self.document.text),

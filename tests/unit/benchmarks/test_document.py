@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.document.asked import HeldOut, missing_places, recovered
+from benchmarks.document.asked import HeldOut, blank_tokens, missing_places, recovered
 from benchmarks.document.documents import DOCUMENTS
 from benchmarks.document.retrieval import retriever
 from inducekv_vllm.backbone.turns import message
@@ -36,9 +36,22 @@ def test_the_missing_word_is_found_among_the_tokens(tmp_path: Path) -> None:
         said = torch.full((len(tokens), len(scorer.backbone.tokenizer)), -9.0)
         said[range(len(tokens)), tokens] = 0.0
         held_out = HeldOut({"cloze": [found]})
-        assert held_out.measured(scorer, [said])["cloze"] == {"questions": 1, "nll": 0.0, "right": 1.0}
+        assert held_out.measured(scorer, [said])["cloze"] == {"questions": 1, "nll": 0.0, "right": 1.0, "filled": 1.0}
         said[missing_places(scorer, found)] = said[0].roll(7)
         assert held_out.measured(scorer, [said])["cloze"]["right"] == 0.0
+
+
+def test_a_repeated_blank_is_wrong_and_what_would_be_said_in_its_place_is_counted(tmp_path: Path) -> None:
+    scorer = Scorer(Backbone.load(save_tiny_llama(tmp_path / "llama")))
+    blank = int(blank_tokens(scorer)[0])
+    assert set(scorer.backbone.tokenizer.decode([blank]).strip()) == {"_"}
+    found = cloze("Opens at 37 bar.", "37")
+    tokens = scorer.answer_tokens(found.example)
+    said = torch.full((len(tokens), len(scorer.backbone.tokenizer)), -9.0)
+    said[range(len(tokens)), tokens] = -1.0
+    said[:, blank] = -0.5
+    measured = HeldOut({"cloze": [found]}).measured(scorer, [said])["cloze"]
+    assert (measured["right"], measured["filled"]) == (0.0, 1.0)
 
 
 def test_the_share_is_of_the_gain_that_the_prompt_has() -> None:
