@@ -50,6 +50,7 @@ class HeldOut:
         """
         known, rng = {each.example.source_digest for each in studied}, Random("held out")
         fresh = [each for each in asked if each.example.source_digest not in known]
+        known |= {each.example.source_digest for each in fresh}
         found = {group: [each for each in fresh if each.kind in kinds] for group, kinds in GROUPS.items()}
         for number, piece in enumerate(pieces):
             for group, make in (("cloze", clozes), ("continuations", continuations)):
@@ -59,6 +60,7 @@ class HeldOut:
                         f"{group}/{number}", document.name, (message("user", made.text),), (), made.answer, digest
                     )
                     if digest not in known:
+                        known.add(digest)
                         found[group].append(Studied(example, NO_LESSON, made.kind, made.missing, made.exact, False))
         return cls({group: rng.sample(all_of, min(most, len(all_of))) for group, all_of in found.items()})
 
