@@ -80,6 +80,8 @@ def update_document(
         require_context(Scorer(backbone), outside, progress)
     with phases.phase("study"), tiled_attention(backbone):
         chunks = pieces_of(backbone, document, settings)
+        if progress:
+            note(f"studying {len(chunks)} pieces of {document.name}; the gate and the training follow")
         studied = self_study(backbone, chunks, document.name, settings, checkpoint, progress=progress)
         training, validation = divided(studied, settings.seed)
     with phases.phase("gate"):
