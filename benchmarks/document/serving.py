@@ -65,7 +65,7 @@ class Way:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="first tokens of each way (%(default)s)")
-    parser.add_argument("--crowds", type=int, default=2, help=f"of {AT_ONCE} requests, of each way (%(default)s)")
+    parser.add_argument("--crowds", type=int, default=3, help=f"of {AT_ONCE} requests, of each way (%(default)s)")
     options = parser.parse_args(arguments)
     compared = Compared(options, DOCUMENTS[options.document]())
     result = {"document": options.document, "tokens": len(compared.token_ids), "steps": options.steps}
@@ -113,9 +113,9 @@ def _of_server(
     plain = [answer.text for answer in served_answers(url, BASE, others, TOLD)]
     rows: dict[str, dict[str, Any]] = {}
     for name, way in ways.items():
-        row: dict[str, Any] = {"first_token_s": first[name], "first_token": first[name] / first[UNTOUCHED]}
+        row: dict[str, Any] = {"first_token_s": median(first[name]), "first_token": _ratio(first, name)}
         if name in crowd:
-            row |= {"requests_per_s": crowd[name], "requests": crowd[name] / crowd[UNTOUCHED]}
+            row |= {"requests_per_s": AT_ONCE / median(crowd[name]), "requests": 1 / _ratio(crowd, name)}
         if name != "document in the prompt":  # the same answers as of the cached one
             said = [answer.text for answer in served_answers(url, way.model, list(map(way.put, others)), TOLD)]
             row["others_unchanged"] = sum(map(str.__eq__, said, plain)) / len(others)
@@ -144,11 +144,11 @@ async def _first_tokens(url: str, ways: Mapping[str, Way], asked: Sequence[Examp
                 assert not failed, failed
                 if number:
                     seconds[name].append(timings[0].ttft)
-    return {name: median(taken) for name, taken in seconds.items()}
+    return seconds
 
 
-async def _crowds(url: str, ways: Mapping[str, Way], asked: Sequence[Example], crowds: int) -> dict[str, float]:
-    """Requests a second; the ways take turns."""
+async def _crowds(url: str, ways: Mapping[str, Way], asked: Sequence[Example], crowds: int) -> dict[str, list[float]]:
+    """Seconds that `AT_ONCE` requests take, of each turn."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     salts = count(10**6)
     async with session() as client:
@@ -158,7 +158,7 @@ async def _crowds(url: str, ways: Mapping[str, Way], asked: Sequence[Example], c
                 taken, _, failed = await ask_together(client, url, bodies, AT_ONCE)
                 assert not failed, failed
                 seconds[name].append(taken)
-    return {name: AT_ONCE * crowds / sum(taken) for name, taken in seconds.items()}
+    return seconds
 
 
 def _body(way: Way, asked: Example, tokens: int, salts: Iterator[int]) -> dict[str, Any]:
