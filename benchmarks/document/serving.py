@@ -132,8 +132,15 @@ def _in_a_crowd(name: str) -> bool:
     return name != "document in the prompt"
 
 
-async def _first_tokens(url: str, ways: Mapping[str, Way], asked: Sequence[Example], rounds: int) -> dict[str, float]:
-    """Seconds, medians; the ways take turns, and the first turn warms up."""
+def _ratio(seconds: Mapping[str, Sequence[float]], name: str) -> float:
+    """To the untouched model's in the same turn: the machine is not equally quiet in all."""
+    return median(own / plain for own, plain in zip(seconds[name], seconds[UNTOUCHED], strict=True))
+
+
+async def _first_tokens(
+    url: str, ways: Mapping[str, Way], asked: Sequence[Example], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each turn, in which each way is asked; the first turn warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     salts = count()
     async with session() as client:
