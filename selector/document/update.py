@@ -240,7 +240,8 @@ def _steps_in(minutes: float, begun: Sequence[Candidate], steps: int, checkpoint
         return int(saved[1]["steps"])
     seconds = seconds_of_search([each.training for each in begun], RUNGS)
     steps = max(1, min(steps, int(steps * 60 * minutes / seconds)))
-    note(f"{minutes:g} minutes are enough for {steps} steps")
+    more = f" of a search among {len(begun)}: with one --form, --start and --learning-rate there are more"
+    note(f"{minutes:g} minutes are enough for {steps} steps{more if len(begun) > 1 else ''}")
     if checkpoint is not None:
         checkpoint.write("steps", {}, {"steps": steps})
     return steps
