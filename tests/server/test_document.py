@@ -11,7 +11,9 @@ import pytest
 import selector
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.frontend.offline import MemoryLLM
 from selector.backbone.model import Backbone
+from tests.engine import parity
 from tests.engine.parity import EAGER, FEWER_PROCESSES, TOLERANCE, Prompt, World
 from tests.gates import small_fits
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_of
@@ -103,3 +105,17 @@ def test_a_restart_serves_the_version_that_was_loaded_last(world: World, admin_k
             assert Bundles(url).server.digest(NAME) == new.digest
             found.append(tokens_and_logprobs(ask(client, NAME, ABOUT)))
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks(world: World, tmp_path: Path) -> None:
+    """Open and closed."""
+    (bundle, path), _ = learned(world.backbone, tmp_path)
+    environment = {**FEWER_PROCESSES, **EAGER, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with parity.engine(world.model, environment=environment, tensor_parallel_size=2, enforce_eager=True) as llm:
+        offline = MemoryLLM(llm)
+        memory = offline.load_bundle(path)
+        answers = offline.chat([prompt.messages for prompt in (ABOUT, ELSE)], parity.greedy(), memory=memory)
+    for prompt, answer, acts in zip((ABOUT, ELSE), answers, (bundle, None), strict=True):
+        (completion,) = answer.output.outputs
+        assert parity.deviation(world, prompt, completion, acts) <= TOLERANCE
