@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from benchmarks.document.asked import HeldOut, blank_tokens, missing_places, recovered
 from benchmarks.document.documents import DOCUMENTS
 from benchmarks.document.retrieval import retriever
+from benchmarks.document.serving import Way, _body, _ratio
 from inducekv_vllm.backbone.turns import message
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -67,3 +69,19 @@ def test_the_made_up_document_is_always_the_same_and_retrieval_finds_its_lines()
     assert text == DOCUMENTS["made-up"]().text
     lines = text.split("\n\n")
     assert all(line in retriever(lines)(f"Continue this sentence: {line[:24]}") for line in lines[:5])
+
+
+def test_served_requests_find_nothing_in_the_prefix_cache_but_the_cached_document() -> None:
+    salts = count()
+
+    def salt(cached: bool) -> str:
+        asked = cloze("Opens at 37 bar.", "37").example
+        return str(_body(Way("base", lambda each: each, cached), asked, 2, salts)["body"]["cache_salt"])
+
+    assert len({salt(cached=False) for _ in range(3)}) == 3
+    assert len({salt(cached=True) for _ in range(3)}) == 1
+
+
+def test_served_times_are_compared_within_a_turn() -> None:
+    """The second turn found the machine busy with something else."""
+    assert _ratio({"nothing": [1.0, 9.0, 1.0], "memory": [2.0, 18.0, 2.0]}, "memory") == 2.0
