@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,11 +22,10 @@ from benchmarks.document.asked import HeldOut, beside, recovered
 from benchmarks.document.documents import DOCUMENTS
 from benchmarks.document.lora import learned_lora
 from benchmarks.document.retrieval import retriever
-from benchmarks.lora_adapter import largest_rank
+from benchmarks.lora_adapter import largest_rank, save
 from benchmarks.machine import describe_machine
 from benchmarks.real.model import model_folder
 from inducekv_vllm.backbone.footprint import footprint_bytes
-from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.backbone.tiled_attention import tiled_attention
@@ -34,7 +34,7 @@ from selector.document.study import Studied, self_study
 from selector.document.teacher import logprobs_beside
 from selector.document.text import Document
 from selector.document.update import candidates, divided, pieces_of, questions_of, tokens_of
-from selector.refined.candidates import best_of
+from selector.refined.candidates import Search, best_of
 from selector.runtime.checkpoint import Checkpoint
 
 SHARES: Final = (16, 4, 64)
@@ -43,14 +43,8 @@ TRAINED: Final = {"asked": 1, "clozes": 5, "continuations": 6}  # questions of e
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--document", choices=list(DOCUMENTS), required=True)
-    parser.add_argument("--work", type=Path, required=True, help="where rows are kept")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs="*", help="which to compute (default: all)")
-    parser.add_argument("--steps", type=int, default=100, help="of a training (%(default)s)")
-    parser.add_argument("--rate", type=float, default=0.1, help="of a memory's training (%(default)s)")
-    parser.add_argument("--held-out", type=int, default=10, help="questions of each group (%(default)s)")
     options = parser.parse_args(arguments)
     compared = Compared(options, DOCUMENTS[options.document]())
     for name in options.rows or [*compared.rows, SECONDS]:
@@ -58,6 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.write_text(json.dumps(compared.table(), indent=1) + "\n")
     for name, row in compared.table()["rows"].items():
         print(name, json.dumps(row))
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """What the comparison and its serving part are told alike."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--document", choices=list(DOCUMENTS), required=True)
+    parser.add_argument("--work", type=Path, required=True, help="where rows are kept")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=100, help="of a training (%(default)s)")
+    parser.add_argument("--rate", type=float, default=0.1, help="of a memory's training (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=30, help="questions of each group (%(default)s)")
+    return parser
 
 
 class Compared:
@@ -73,7 +79,8 @@ class Compared:
         options.work.mkdir(parents=True, exist_ok=True)
         self.studied = self._studied(self.settings)
         self.training, self.validation = divided(self.studied, 0)
-        self.held_out = HeldOut.of(document, self.pieces, self.studied, self.validation, options.held_out)
+        asked = self._studied(self._settings(seed=1, clozes=0, continuations=0))
+        self.held_out = HeldOut.of(document, self.pieces, self.studied, asked, options.held_out)
         self.rows: dict[str, Callable[[], dict[str, Any]]] = {
             "nothing": lambda: self.measured(self.scorer.predicted),
             "document in the prompt": lambda: self._in_prompt(lambda asked: self.document.text),
@@ -127,28 +134,34 @@ class Compared:
 
         return self.measured(predict) | {"mb": len(self.document.text.encode()) / 1e6}
 
-    def _memory(self, share: int, start: str, steps: int) -> dict[str, Any]:
-        tokens = len(self.token_ids) // share
-        settings = self._settings(tokens=tokens, steps=steps, start=start)
+    def learned(self, share: int, start: str, steps: int) -> tuple[DocumentSettings, Search]:
+        """A memory of a share of the document's tokens; it is trained once."""
+        settings = self._settings(tokens=len(self.token_ids) // share, steps=steps, start=start)
         checkpoint, _ = Checkpoint.open(self.options.work / f"memory-{share}-{start}-{steps}", settings.model_dump())
-        began = time.process_time()
         with tiled_attention(self.backbone):
             begun = candidates(self.backbone, self.token_ids, self.training, self.validation, settings)
-            memory: TensorMemory = best_of(begun, checkpoint, progress=steps > 0).memory
-            seconds = time.process_time() - began
+            return settings, best_of(begun, checkpoint, progress=steps > 0)
+
+    def _memory(self, share: int, start: str, steps: int) -> dict[str, Any]:
+        began = time.process_time()
+        settings, search = self.learned(share, start, steps)
+        memory, seconds = search.memory, time.process_time() - began
+        with tiled_attention(self.backbone):
 
             def predict(examples: Sequence[Any]) -> list[Tensor]:
                 terms = questions_of(examples, memory).terms(memory, slice(None), None)
                 return self.scorer.predicted(examples, memory, terms)
 
             found = self.measured(predict)
-        return found | {"mb": self.bytes_of(share) / 1e6, "tokens": tokens, "seconds": seconds}
+        return found | {"mb": self.bytes_of(share) / 1e6, "tokens": settings.tokens, "seconds": seconds}
 
     def _lora(self, share: int, steps: int) -> dict[str, Any]:
         """Of the largest rank that takes no more bytes than the memory."""
         rank = largest_rank(self.backbone, self.bytes_of(share))
         adapted, costs = learned_lora(self.backbone, self.training, self._settings(steps=steps), rank)
         found = self.measured(self.scorer.predicted)
+        shutil.rmtree(folder := self.options.work / f"lora-{share}-{steps}", ignore_errors=True)
+        save(adapted, folder)
         adapted.unload()
         return found | costs
 

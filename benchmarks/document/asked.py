@@ -1,7 +1,7 @@
 """What is asked about a document, how a row answers it, and what share of the in-context gain that is.
 
-Held-out questions are those that the model asked and that nothing was trained on, and the document's own sentences with
-another word left out, or cut at another place: none of them is a training question, though the sentences are the same.
+Held-out questions are those that the model asked in another self-study, and the document's own sentences with another
+word left out, or cut at another place: none of them is a training question, though the sentences are the same.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ class HeldOut:
         document: Document,
         pieces: Sequence[str],
         studied: Sequence[Studied],
-        validation: Sequence[Studied],
+        asked: Sequence[Studied],
         most: int,
     ) -> HeldOut:
-        """At most `most` of each group: validation questions that the model asked, and the document's sentences.
+        """At most `most` of each group, and none of them one of `studied`.
 
         Args:
-            studied: of the self-study. Sentences are those that another seed chooses, and none of its questions.
+            studied: of the self-study.
+            asked: of another one, of which the model's own questions are taken.
         """
         known, rng = {each.example.source_digest for each in studied}, Random("held out")
-        found = {group: [each for each in validation if each.kind in kinds] for group, kinds in GROUPS.items()}
-        found["cloze"], found["continuations"] = [], []
+        fresh = [each for each in asked if each.example.source_digest not in known]
+        known |= {each.example.source_digest for each in fresh}
+        found = {group: [each for each in fresh if each.kind in kinds] for group, kinds in GROUPS.items()}
         for number, piece in enumerate(pieces):
             for group, make in (("cloze", clozes), ("continuations", continuations)):
                 for made in make(piece, document.name, most, rng):
@@ -58,6 +60,7 @@ class HeldOut:
                         f"{group}/{number}", document.name, (message("user", made.text),), (), made.answer, digest
                     )
                     if digest not in known:
+                        known.add(digest)
                         found[group].append(Studied(example, NO_LESSON, made.kind, made.missing, made.exact, False))
         return cls({group: rng.sample(all_of, min(most, len(all_of))) for group, all_of in found.items()})
 
@@ -68,23 +71,35 @@ class HeldOut:
     def measured(self, scorer: Scorer, logprobs: Sequence[Tensor]) -> dict[str, Any]:
         """By group, the summed NLL of the answers, and the share of missing words that are the likeliest.
 
+        Small models repeat the blank. `filled` is the share if they may not.
+
         Args:
             logprobs: of each of `examples`, [a, vocabulary].
         """
         found: dict[str, Any] = {}
-        rest = iter(logprobs)
+        rest, blanks = iter(logprobs), blank_tokens(scorer)
         for group, of_group in self.questions.items():
-            nll, right = 0.0, 0
+            nll, right, filled = 0.0, 0, 0
             for each in of_group:
                 rows, answer = next(rest), torch.tensor(scorer.answer_tokens(each.example))
                 nll -= float(rows.gather(1, answer[:, None]).sum())
                 if group == "cloze":
                     places = missing_places(scorer, each)
                     right += bool((rows.argmax(-1)[places] == answer[places]).all())
+                    no_blanks = rows[places].index_fill(1, blanks, -torch.inf)
+                    filled += bool((no_blanks.argmax(-1) == answer[places]).all())
             found[group] = {"questions": len(of_group), "nll": nll / max(1, len(of_group))}
             if group == "cloze":
-                found[group]["right"] = right / max(1, len(of_group))
+                found[group] |= {"right": right / max(1, len(of_group)), "filled": filled / max(1, len(of_group))}
         return found
+
+
+def blank_tokens(scorer: Scorer) -> Tensor:
+    """The tokens that a blank can be made of: [n] int64."""
+    tokenizer = scorer.backbone.tokenizer
+    with_blank = [token for piece, token in tokenizer.get_vocab().items() if BLANK[0] in piece]
+    blank = [token for token in with_blank if not tokenizer.decode([token]).strip(f" .{BLANK[0]}")]
+    return torch.tensor(blank, dtype=torch.int64)
 
 
 def missing_places(scorer: Scorer, cloze: Studied) -> slice:

@@ -38,7 +38,7 @@ class TextGeometry:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The footprint of one budget: `tokens` = B m extra KV tokens a layer, `bytes` = B (2d + 2LJm (D + V))."""
+    """The footprint of one budget: `tokens` = B m extra KV tokens a layer, `bytes` as `footprint_bytes` counts."""
 
     budget: int
     tokens: int
@@ -49,12 +49,17 @@ class PlanRow:
         return self.bytes / 2**20
 
 
-def footprint_bytes(B: int, d: int, L: int, J: int, m: int, D: int, V: int | None = None) -> int:
-    """Bytes of B entries in float16: a retrieval key [d], keys [L, J, m, D] and values [L, J, m, V].
+def footprint_bytes(
+    B: int, d: int, L: int, J: int, m: int, D: int, V: int | None = None, payload_bytes: int = FLOAT16_BYTES
+) -> int:
+    """Bytes of B entries: a retrieval key [d] in float16, keys [L, J, m, D] and values [L, J, m, V].
 
     V is D if it is None, as in all models but those of latents: that is the paper's B (2d + 4LJmD).
+
+    Args:
+        payload_bytes: of a number of the keys and values.
     """
-    return B * FLOAT16_BYTES * (d + L * J * m * (D + (D if V is None else V)))
+    return B * (FLOAT16_BYTES * d + payload_bytes * L * J * m * (D + (D if V is None else V)))
 
 
 def prototypes_of(num_tasks: int) -> int:
@@ -77,19 +82,16 @@ def gate_bytes(num_tasks: int, features: int, layers: int = 2) -> int:
     return FLOAT16_BYTES * H * features + FLOAT32_BYTES * numbers
 
 
-def plan(geometry: TextGeometry, payload_tokens: int = 8, budgets: Iterable[int] = PAPER_BUDGETS) -> list[PlanRow]:
+def plan(
+    geometry: TextGeometry,
+    payload_tokens: int = 8,
+    budgets: Iterable[int] = PAPER_BUDGETS,
+    payload_bytes: int = FLOAT16_BYTES,
+) -> list[PlanRow]:
     """Compute the footprint of each budget, as in the paper's system-overhead table."""
     g = geometry
-    return [
-        PlanRow(
-            budget=B,
-            tokens=B * payload_tokens,
-            bytes=footprint_bytes(
-                B, g.hidden_size, g.num_layers, g.num_kv_heads, payload_tokens, g.head_dim, g.value_dim
-            ),
-        )
-        for B in budgets
-    ]
+    sizes = (g.hidden_size, g.num_layers, g.num_kv_heads, payload_tokens, g.head_dim, g.value_dim, payload_bytes)
+    return [PlanRow(budget=B, tokens=B * payload_tokens, bytes=footprint_bytes(B, *sizes)) for B in budgets]
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

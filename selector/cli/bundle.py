@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -26,6 +26,7 @@ from inducekv_vllm.bundle import (
     BackboneFingerprint,
     Bundle,
     BundleMetadata,
+    PayloadDtype,
     read_bundle,
     read_public_key,
     require_signature,
@@ -125,14 +126,17 @@ def show_plan(options: argparse.Namespace) -> int:
     heads = f"KV heads {geometry.num_kv_heads}, head size {geometry.head_dim}"
     if geometry.per_head is not None:
         heads = f"latents for all heads: keys of {geometry.head_dim}, values of {geometry.value_dim}"
-    print(f"layers {geometry.num_layers}, {heads}, hidden size {geometry.hidden_size}, payload tokens {m}")
+    stored = getattr(torch, options.payload_dtype).itemsize
+    sizes = f"layers {geometry.num_layers}, {heads}, hidden size {geometry.hidden_size}"
+    print(f"{sizes}, payload tokens {m}, keys and values in {options.payload_dtype}")
     columns = ["entries", "KV tokens a layer", "bytes", "MiB"]
     rows = [
-        [str(row.budget), str(row.tokens), str(row.bytes), f"{row.mebibytes:.2f}"] for row in plan(geometry, m, budgets)
+        [str(row.budget), str(row.tokens), str(row.bytes), f"{row.mebibytes:.2f}"]
+        for row in plan(geometry, m, budgets, stored)
     ]
     if geometry.per_head is not None:
         columns.append("MiB by the paper's formula, of keys and values per head")
-        for line, row in zip(rows, plan(geometry.per_head, m, budgets), strict=True):
+        for line, row in zip(rows, plan(geometry.per_head, m, budgets, stored), strict=True):
             line.append(f"{row.mebibytes:.2f}")
     table = Table(*columns, box=None)
     for line in rows:
@@ -310,6 +314,12 @@ def _parser() -> argparse.ArgumentParser:
     subparser.add_argument("--payload-tokens", type=int, default=8, help="tokens per entry and layer (default 8)")
     subparser.add_argument(
         "--budget", type=int, action="append", help="entries; repeatable (default 64, 128, 256, 512)"
+    )
+    subparser.add_argument(
+        "--payload-dtype",
+        choices=get_args(PayloadDtype),
+        default="float16",
+        help="of keys and values in the file; import keeps float32 of a checkpoint of float32 (default float16)",
     )
 
     subparser = command("build", build)

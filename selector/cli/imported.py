@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from inducekv_vllm.bundle import PayloadDtype, write_bundle
 from inducekv_vllm.errors import ConfigError
@@ -45,9 +45,10 @@ def import_memory(options: argparse.Namespace) -> int:
         note(f"inducekv-bundle: warning: {options.source} was trained with {source.base}, the model is {options.model}")
     task = options.task or options.source.resolve().stem
     bundle = import_source(backbone, source, task=task, dtype=options.payload_dtype)
-    fitted = None if options.gate is None else _fitted(backbone, task, options)
-    if fitted is not None:
-        bundle = bundle.with_gate(fitted.gate, {"gate_misses": fitted.misses})
+    fitted = None
+    if options.gate is not None:
+        fitted, recorded = _fitted(backbone, task, options)
+        bundle = bundle.with_gate(fitted.gate, recorded)
     write_bundle(bundle, options.output)
     print(f"{options.output}: {bundle.payload_tokens} tokens, digest {bundle.digest}")
     if fitted is not None:
@@ -65,15 +66,15 @@ def _read(options: argparse.Namespace) -> Source:
     return (peft_source if options.kind == "peft" else cartridge_source)(options.source)
 
 
-def _fitted(backbone: Backbone, task: str, options: argparse.Namespace) -> FittedGate:
-    """Raises ConfigError, TaskDataError: the questions cannot be read, or make no gate."""
+def _fitted(backbone: Backbone, task: str, options: argparse.Namespace) -> tuple[FittedGate, dict[str, Any]]:
+    """A gate, and what is recorded of its fit. Raises ConfigError, TaskDataError: the questions make none."""
     from ..data.examples import read_task
     from ..gate.fit import check_questions, fit_gate
 
     settings, own, base = fit_settings(options), {task: read_task(options.gate)}, read_task(options.base)
     background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
     check_questions(own, background, base, near_misses=near_misses)
-    return fit_gate(
+    fitted = fit_gate(
         backbone,
         own,
         base,
@@ -81,6 +82,7 @@ def _fitted(backbone: Backbone, task: str, options: argparse.Namespace) -> Fitte
         near_misses=near_misses,
         **fit_options(settings),
     )
+    return fitted, settings.model_dump() | fitted.recorded(base, background, near_misses)
 
 
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:

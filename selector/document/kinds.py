@@ -70,8 +70,10 @@ def clozes(chunk: str, title: str, count: int, rng: Random) -> list[MadeQuestion
 
     The answer is the whole sentence, which is how models answer.
     """
-    made = []
+    made = list[MadeQuestion]()
     for sentence in _sentences(chunk, rng):
+        if len(made) == count:
+            break
         for pattern in (EXACT, NAME, LONG):
             if found := list(pattern.finditer(sentence)):
                 word = rng.choice(found)
@@ -79,8 +81,6 @@ def clozes(chunk: str, title: str, count: int, rng: Random) -> list[MadeQuestion
                 asked = f'Write this sentence of "{title}" and fill in the blank: {text}'
                 made.append(MadeQuestion("cloze", asked, sentence, word[0], exact=pattern is not LONG))
                 break
-        if len(made) == count:
-            break
     return made
 
 

@@ -80,22 +80,16 @@ def update_document(
         require_context(Scorer(backbone), outside, progress)
     with phases.phase("study"), tiled_attention(backbone):
         chunks = pieces_of(backbone, document, settings)
+        if progress:
+            note(f"studying {len(chunks)} pieces of {document.name}; the gate and the training follow")
         studied = self_study(backbone, chunks, document.name, settings, checkpoint, progress=progress)
         training, validation = divided(studied, settings.seed)
     with phases.phase("gate"):
-        asked = [each.example for each in studied if each.kind != "continuation"]
-        fitted = fit_gate(
-            backbone,
-            {document.name: asked or [each.example for each in studied]},
-            inputs.base,
-            background=inputs.background,
-            near_misses=inputs.near_misses,
-            **fit_options(settings),
-        )
+        fitted = gate_of(backbone, document, settings, studied, inputs)
     with phases.phase("train"), tiled_attention(backbone):
         begun = candidates(backbone, token_ids, training, validation, settings, inputs.previous, checkpoint)
         found = best_of(begun, checkpoint, progress, callbacks)
-        bundle = _bundle(backbone, document, settings, found, fitted, inputs, len(token_ids))
+        bundle = bundle_of(backbone, document, settings, found, fitted, inputs, len(token_ids))
     right = [each.example for each in validation if each.right] or [each.example for each in validation]
     scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     with phases.phase("facts"), tiled_attention(backbone):
@@ -246,13 +240,29 @@ def _steps_in(minutes: float, begun: Sequence[Candidate], steps: int, checkpoint
         return int(saved[1]["steps"])
     seconds = seconds_of_search([each.training for each in begun], RUNGS)
     steps = max(1, min(steps, int(steps * 60 * minutes / seconds)))
-    note(f"{minutes:g} minutes are enough for {steps} steps")
+    more = f" of a search among {len(begun)}: with one --form, --start and --learning-rate there are more"
+    note(f"{minutes:g} minutes are enough for {steps} steps{more if len(begun) > 1 else ''}")
     if checkpoint is not None:
         checkpoint.write("steps", {}, {"steps": steps})
     return steps
 
 
-def _bundle(
+def gate_of(
+    backbone: Backbone, document: Document, settings: DocumentSettings, studied: Sequence[Studied], inputs: TaskInputs
+) -> FittedGate:
+    """Fitted to the questions of the self-study. Raises ConfigError, TaskDataError: see `fit_gate`."""
+    asked = [each.example for each in studied if each.kind != "continuation"]
+    return fit_gate(
+        backbone,
+        {document.name: asked or [each.example for each in studied]},
+        inputs.base,
+        background=inputs.background,
+        near_misses=inputs.near_misses,
+        **fit_options(settings),
+    )
+
+
+def bundle_of(
     backbone: Backbone,
     document: Document,
     settings: DocumentSettings,
@@ -261,6 +271,7 @@ def _bundle(
     inputs: TaskInputs,
     num_tokens: int,
 ) -> Bundle:
+    """The memory that was found, behind the gate. `num_tokens`: of the document."""
     memory = found.memory
     counts = {"document_tokens": num_tokens, **fitted.recorded(inputs.base, inputs.background, inputs.near_misses)}
     chosen = {"learning_rate": found.learning_rate, "form": memory.form, "start": found.start}

@@ -102,6 +102,8 @@ def test_plan(tmp_path: Path) -> None:
     for number in ("72.31", "144.62", "289.25", "578.50", "4096"):
         assert number in printed
     assert "144.31" in command("plan", "--config", path, "--budget", "64", "--payload-tokens", "16")
+    in_float32 = command("plan", "--config", path, "--budget", "64", "--payload-dtype", "float32")
+    assert str(64 * (2 * 2560 + 4 * 36 * 8 * 8 * (128 + 128))) in in_float32
     assert "--payload-tokens must be at least 1" in refuse("plan", "--config", path, "--payload-tokens", "0")
     assert "--budget must be at least 1" in refuse("plan", "--config", path, "--budget", "-4")
     latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}

@@ -16,6 +16,7 @@ from inducekv_vllm.errors import BundleError, UnsupportedModel
 from selector.backbone.generation import score
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
+from selector.data.examples import read_task
 from selector.imported.bundle import import_source
 from selector.imported.cartridge import cartridge_source
 from selector.imported.peft import peft_source
@@ -137,6 +138,9 @@ def test_a_gate_from_example_questions(model_folders: dict[str, Path], tasks: di
     assert "questions of no task" not in plain
     assert after.gate is not None
     assert after.gate.tasks == ("colours",) == after.metadata.tasks
+    counts = {"base_questions": len(read_task(tasks["base"])), "background_requests": 0}
+    fit = {"gate_kind": None, "gate_misses": 0.0, "seed": 0}
+    assert after.metadata.settings == before.metadata.settings | fit | counts
     assert torch.equal(after.payload_keys, before.payload_keys)
 
 
