@@ -31,7 +31,7 @@ from typing import Any
 
 from cachetools import LRUCache
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import block_pool
+from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,6 +45,7 @@ from .protocol import DECISIONS, STARTS, BlockKey, Decided, DecideSpec, Injectio
 from .vllm_seams.config import InduceKVConfig
 
 NEVER = 1 << 60  # a step
+EXTRA_KEYS = ("generate_block_hash_extra_keys", "generate_lookahead_block_hash_extra_keys")  # the latter since 0.33
 
 
 def memory_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
@@ -91,7 +92,9 @@ class _MemoryRequests(Scheduler):
         coordinator: Any = self.kv_cache_manager.coordinator
         coordinator.cache_blocks = partial(self._cache_blocks, coordinator.cache_blocks)
         if self.enable_kv_cache_events:
-            block_pool.generate_block_hash_extra_keys = event_extra_keys  # type: ignore[attr-defined]
+            for name in EXTRA_KEYS:
+                if (generate := getattr(kv_cache_utils, name, None)) is not None:
+                    setattr(block_pool, name, with_memory_keys(generate))
 
     # ---- the steps of a request, in their order ------------------------------------------------------------------
 
@@ -223,8 +226,8 @@ class _MemoryRequests(Scheduler):
         if request._block_hasher is None or not injections:  # without a hasher there is no prefix cache
             return
         hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        keys = tuple(spec.block_key for spec in injections)
-        request._block_hasher = BlockHasher(self.hash_block_size, hash_fn, keys)
+        keys, lookahead = tuple(spec.block_key for spec in injections), lookahead_of(self.vllm_config)
+        request._block_hasher = BlockHasher(self.hash_block_size, hash_fn, keys, lookahead)
         first_active = min(spec.first_active for spec in injections)
         del request.block_hashes[first_active // self.hash_block_size :]  # vLLM's
         request.update_block_hashes()
@@ -289,14 +292,17 @@ class BlockHasher:
     block_size: int
     hash_fn: Callable[[Any], bytes]
     keys: tuple[BlockKey, ...]  # in the order of the request's memories
+    lookahead: int = 0  # tokens behind a block that its hash covers: what makes drafts has seen them
 
     def __call__(self, request: Request) -> list[BlockHash]:
         hashes: list[BlockHash] = []
         parent, size = request.block_hashes[-1] if request.block_hashes else None, self.block_size
-        for first in range(len(request.block_hashes) * size, request.num_tokens - size + 1, size):
-            end = first + size
-            extra_keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
+        for first in range(len(request.block_hashes) * size, request.num_tokens - self.lookahead - size + 1, size):
+            end, seen = first + size, first + size + self.lookahead
+            extra_keys, _ = generate_block_hash_extra_keys(request, first, seen, 0)
             extra_keys = self.with_memories(extra_keys, first, end)
+            if self.lookahead:  # as vLLM has them, so that blocks before the memory are shared
+                extra_keys = (extra_keys, *request.all_token_ids[end:seen])
             parent = hash_block_tokens(self.hash_fn, parent, request.all_token_ids[first:end], extra_keys)
             hashes.append(parent)
         return hashes
@@ -307,14 +313,21 @@ class BlockHasher:
         return (*(extra_keys or ()), *acting) if any(first <= key[2] for key in acting) else extra_keys
 
 
-def event_extra_keys(
-    request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
-) -> tuple[tuple[Any, ...] | None, int]:
-    """vLLM's `generate_block_hash_extra_keys` for its KV cache events, with the memory.
+def lookahead_of(config: Any) -> int:
+    """The tokens behind a block that its hash covers: since vLLM 0.33, with EAGLE and its kin."""
+    return int(getattr(config, "num_hash_lookahead_tokens", 0))
+
+
+def with_memory_keys(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """One of vLLM's `EXTRA_KEYS` for its KV cache events, with the memory.
 
     Who tells blocks by their tokens and these keys must not take one with memory for an untouched one.
     """
-    keys, next_mm_idx = generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
-    if isinstance(hasher := request._block_hasher, BlockHasher):
-        keys = hasher.with_memories(keys, start_token_idx, end_token_idx)
-    return keys, next_mm_idx
+
+    def extra_keys(request: Request, start: int, end: int, *others: int) -> tuple[tuple[Any, ...] | None, int]:
+        keys, next_mm_idx = generate(request, start, end, *others)
+        if isinstance(hasher := request._block_hasher, BlockHasher):
+            keys = hasher.with_memories(keys, start, end)
+        return keys, next_mm_idx
+
+    return extra_keys

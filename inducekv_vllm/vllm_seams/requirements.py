@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
 
 STATES_KEPT = ("none", "align")  # by vLLM's prefix cache of a hybrid
-DRAFTS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # drafts are made without memory, and checked with it
+DRAFTS = (
+    "ngram",
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "dflash",
+)  # drafts are made without memory, and checked with it
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -132,6 +139,11 @@ def check_cpu_states(kv_cache: KVCacheConfig, config: VllmConfig) -> None:
 
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     for spec in (spec for spec in specs if isinstance(spec, MambaSpec)):
+        if config.speculative_config is not None:
+            raise UnsupportedModel(
+                "vLLM answers wrongly on CPUs with speculative decoding of a hybrid, or ends with an error if prefix "
+                "caching is on: start without it"
+            )
         if config.cache_config.prefix_match_unit not in (None, spec.block_size):
             raise UnsupportedModel(
                 f"vLLM answers wrongly on CPUs with --prefix-match-unit {config.cache_config.prefix_match_unit}, which "

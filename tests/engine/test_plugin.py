@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import triton_utils
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.merged.cpu_backend import InduceKVCPUBackend, InduceKVCPUImpl
@@ -37,6 +38,7 @@ from inducekv_vllm.protocol import (
 )
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.vllm_seams.requirements import (
+    check_cpu_states,
     check_engine,
     check_gpu_runner,
     check_merged,
@@ -173,6 +175,17 @@ def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason:
     check_engine(_engine())
     with pytest.raises(UnsupportedModel, match=reason):
         check_engine(_engine(**change))
+
+
+def test_drafts_of_hybrids_are_refused_on_cpus() -> None:
+    """Without memory, too, vLLM 0.32's log-probabilities are up to 9 off there."""
+    spec = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    engine = _engine(prefix_match_unit=None, max_num_batched_tokens=16)
+    check_cpu_states(cache, engine)
+    engine.speculative_config = SimpleNamespace(method="mtp")
+    with pytest.raises(UnsupportedModel, match="wrongly on CPUs with speculative decoding of a hybrid"):
+        check_cpu_states(cache, engine)
 
 
 def test_kernels_that_are_the_same_in_every_batch_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:

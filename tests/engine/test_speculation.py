@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import os
+import json
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Glm4MoeConfig, LlamaConfig
+from torch import Tensor
+from transformers import Glm4MoeConfig, LlamaConfig, Qwen3Config
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
+from inducekv_vllm.protocol import DecideSpec, InjectionSpec, parse_spec
+from selector.backbone.generation import score
 from server.demo import CHECKPOINT
 from tests.engine.parity import (
     FEWER_PROCESSES,
-    WORKER_VARIABLE,
+    TOLERANCE,
     MemoryEngine,
     Prompt,
     World,
@@ -25,19 +32,23 @@ from tests.engine.parity import (
     greedy,
     make_world,
     prompts,
+    served_logprobs,
     text_prompts,
 )
+from tests.reference import reference_logprobs
 from tests.tiny_families import FAMILIES, GLM_EXPERTS, TEXT_SIZES
 from tests.tiny_models import HEAD_DIM, HIDDEN, save_tiny_text_model
 
+WORDY = "Look at all of these coloured shapes on the white page again and say what they are."
+ADDED = ("o_proj.weight", "down_proj.weight")  # what a layer adds to its input goes through them
 HEAD_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 @contextmanager
-def drafting(world: World, **speculative: Any) -> Iterator[MemoryEngine]:
-    options = {"enforce_eager": True, "block_size": 32, "disable_log_stats": False, "max_num_batched_tokens": 96}
-    options["speculative_config"] = {"num_speculative_tokens": 3, **speculative}
-    with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:
+def drafting(world: World, options: dict[str, Any] | None = None, **speculative: Any) -> Iterator[MemoryEngine]:
+    usual = {"enforce_eager": True, "block_size": 32, "disable_log_stats": False, "max_num_batched_tokens": 96}
+    usual["speculative_config"] = {"num_speculative_tokens": 3, **speculative}
+    with engine(world.model, environment=FEWER_PROCESSES, **usual | (options or {})) as llm:
         yield MemoryEngine(world, llm)
 
 
@@ -59,27 +70,6 @@ def drafts(served: MemoryEngine) -> tuple[float, float]:
     return drafted, accepted
 
 
-def test_ngrams(tmp_path: Path) -> None:
-    world = make_world(CHECKPOINT, tmp_path, with_merged=True)
-    with drafting(world, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1) as served:
-        check(served, prompts)
-        drafted, accepted = drafts(served)
-        assert 0 < accepted < drafted
-        params = greedy(
-            structured_outputs=StructuredOutputsParams(choice=["red circle", "blue square"]), ignore_eos=False
-        )
-        questions = prompts(4, seed=3)
-        with served.gated(questions, ["a", None, "b", "a"]):
-            answers = served.chat(questions, ["gated"] * 4, params)
-        assert {answer.output.outputs[0].text for answer in answers} <= {"red circle", "blue square"}
-
-
-needs_triton = pytest.mark.skipif(
-    WORKER_VARIABLE not in os.environ, reason="vLLM's draft models need Triton: test_gpu_attention.py"
-)
-
-
-@needs_triton
 def test_a_draft_model(tmp_path: Path) -> None:
     """Its layers are not touched: their numbers and those of the served model overlap."""
     draft = save_tiny_text_model(tmp_path / "draft", lambda **sizes: LlamaConfig(**TEXT_SIZES, **sizes), seed=5)
@@ -90,8 +80,27 @@ def test_a_draft_model(tmp_path: Path) -> None:
         assert 0 <= accepted < drafted
 
 
+def save_dflash_head(folder: Path, vocabulary: int) -> Path:
+    """A random block of one layer for the tiny Llama, in the layout of published ones."""
+    sizes, head = TEXT_SIZES | {"num_hidden_layers": 1}, {"mask_token_id": 0, "target_layer_ids": [0, 1, 2]}
+    save_tiny_text_model(folder, lambda **numbers: Qwen3Config(**sizes, dflash_config=head, **numbers), seed=7)
+    settings = folder / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"architectures": ["DFlashDraftModel"]}))
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    del weights["lm_head.weight"], weights["embed_tokens.weight"]  # the model's
+    generator = torch.Generator().manual_seed(7)
+    weights["fc.weight"] = torch.randn((HIDDEN, 3 * HIDDEN), generator=generator) / (3 * HIDDEN) ** 0.5
+    weights["hidden_norm.weight"] = torch.ones(HIDDEN)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def save_eagle_head(folder: Path, method: str, vocabulary: int) -> Path:
-    """A random head for the tiny Llama in the layout of published ones: a layer of a Llama, and `fc` before it."""
+    """A head for the tiny Llama in the layout of published ones: a layer of a Llama, and `fc` before it.
+
+    EAGLE-3's is random. EAGLE's adds nothing to the state of the pass, so it draws the model's last token again.
+    """
     heads, kv_heads, inner = (TEXT_SIZES[name] for name in HEAD_SIZES)
     wide = 2 * HIDDEN if method == "eagle3" else HIDDEN  # EAGLE-3 shows its layer the token beside the state
     layer = {
@@ -121,11 +130,13 @@ def save_eagle_head(folder: Path, method: str, vocabulary: int) -> Path:
         else torch.ones(shape)
         for name, shape in shapes.items()
     }
+    if method == "eagle":
+        tensors["fc.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], dim=1)
+        tensors |= {name: torch.zeros_like(tensors[name]) for name in tensors if name.endswith(ADDED)}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-@needs_triton
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_an_eagle_head(method: str, tmp_path: Path) -> None:
     """It drafts from the hidden states of the pass with memory; its layer stands behind the model's, untouched."""
@@ -138,6 +149,90 @@ def test_an_eagle_head(method: str, tmp_path: Path) -> None:
         assert 0 <= accepted < drafted
 
 
+@dataclass
+class Blocks:
+    """What the hashes of an engine's blocks stand for: they are looked at in every step of every request."""
+
+    scheduler: Any
+    of_hash: dict[bytes, Any] = field(default_factory=dict)
+    of_content: dict[Any, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        schedule = self.scheduler.schedule
+
+        def followed(*args: Any, **options: Any) -> Any:
+            output = schedule(*args, **options)
+            for request in self.scheduler.requests.values():
+                self._look_at(request)
+            return output
+
+        self.scheduler.schedule = followed
+
+    def _look_at(self, request: Any) -> None:
+        memory, size = self._memory_of(request), self.scheduler.hash_block_size
+        ahead = getattr(self.scheduler.vllm_config, "num_hash_lookahead_tokens", 0)  # since vLLM 0.33
+        for number, block_hash in enumerate(request.block_hashes):
+            end = (number + 1) * size
+            within = memory if memory is not None and memory.first_active < end else None
+            content = tuple(request.all_token_ids[: end + ahead]), within
+            assert self.of_hash.setdefault(block_hash, content) == content, "one hash for two contents"
+            assert self.of_content.setdefault(content, block_hash) == block_hash, "two hashes for one content"
+
+    def _memory_of(self, request: Any) -> InjectionSpec | None:
+        """What its parameters say, or what was decided."""
+        spec = parse_spec(request.sampling_params.extra_args)
+        if not isinstance(spec, DecideSpec):
+            return spec
+        asked = self.scheduler.asked.get(request.request_id)
+        decision = asked and asked.decision
+        return decision.injection if decision else None
+
+
+def test_blocks_of_memory_are_never_those_of_other_requests(tmp_path: Path) -> None:
+    """Random small conversations in a prefix cache that is too small for them: with memory, another, or none.
+
+    Prompts begin alike, and turns repeat answers of which drafts were accepted and rejected. Of every block in every
+    step, what is in it is compared by brute force with all others of its hash; and answers with transformers'.
+    """
+    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts)
+    vocabulary = LlamaConfig.from_pretrained(tmp_path / "model").vocab_size
+    head, rng = save_eagle_head(tmp_path / "head", "eagle", vocabulary), random.Random(0)
+    questions = [replace(each, question=f"{WORDY} {each.question}") for each in text_prompts(4, 18)]
+    options = {"num_gpu_blocks_override": 40, "max_num_seqs": 4}
+    with drafting(world, options, method="eagle", model=str(head)) as served:
+        blocks = Blocks(served.offline.llm.llm_engine.engine_core.engine_core.scheduler)
+        with served.gated(questions, ["a", None, "b", "a"], activations={"a": "generation", "b": "prompt"}):
+            names = (None, "gated", "first", "second", "other")
+            begun = [world.backbone.encode(each.chat_messages, [])["input_ids"][0].tolist() for each in questions]
+            cached: Counter[str | None] = Counter()
+            for _ in range(12):
+                asked = [(rng.choice(begun), rng.choice(names)) for _ in range(4)]
+                answers = served.offline.generate(
+                    [TokensPrompt(prompt_token_ids=ids) for ids, _ in asked],
+                    greedy(max_tokens=rng.choice([16, 40])),
+                    memory=[name and served.memories[name] for _, name in asked],
+                )
+                for (ids, name), answer in zip(asked, answers, strict=True):
+                    completion = answer.output.outputs[0]
+                    tokens, logprobs = served_logprobs(completion)
+                    assert (logprobs - expected_logprobs(served, name, ids, tokens)).abs().max() <= TOLERANCE
+                    cached[name] += answer.output.num_cached_tokens or 0
+                    begun += [ids + tokens[: rng.choice([8, len(tokens)])]] if len(ids) < 160 else []
+        drafted, accepted = drafts(served)
+    assert 0 < accepted < drafted
+    assert min(cached[name] for name in names) > 0
+    assert len({within for _, within in blocks.of_hash.values()}) > len(names)
+
+
+def expected_logprobs(served: MemoryEngine, name: str | None, prompt: list[int], tokens: list[int]) -> Tensor:
+    """transformers' [tokens] for an answer to these tokens."""
+    ids = torch.tensor([prompt])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if name is None:
+        return score(served.world.backbone, [inputs], [tokens])[0]
+    return reference_logprobs(served.world.backbone, served.bundles[name], inputs, tokens)
+
+
 def save_with_mtp(folder: Path) -> Path:
     """A tiny GLM-4.5 with a layer for multi-token prediction behind its own, named as published ones are.
 
@@ -148,7 +243,7 @@ def save_with_mtp(folder: Path) -> Path:
     weights, L = load_file(folder / "model.safetensors"), TEXT_SIZES["num_hidden_layers"]
     ours, last = f"model.layers.{L}.", f"model.layers.{L - 1}."
     for name in [name for name in weights if name.startswith(last)]:
-        ends = name.endswith(("o_proj.weight", "down_proj.weight"))
+        ends = name.endswith(ADDED)
         weights[ours + name.removeprefix(last)] = weights[name] * (0 if ends else 1)
     weights[f"{ours}eh_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], dim=1)
     weights |= {f"{ours}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
@@ -156,7 +251,6 @@ def save_with_mtp(folder: Path) -> Path:
     return folder
 
 
-@needs_triton
 def test_multi_token_prediction(tmp_path: Path) -> None:
     """Its layer has the number behind the model's last one, and no memory; the selector leaves it out."""
     world = make_world(save_with_mtp(tmp_path / "model"), tmp_path, make_prompts=text_prompts, with_merged=True)
@@ -165,3 +259,28 @@ def test_multi_token_prediction(tmp_path: Path) -> None:
         drafted, accepted = drafts(served)
         print(f"{accepted} of {drafted} drafted tokens accepted")
         assert 0 < accepted < drafted
+
+
+def test_dflash(tmp_path: Path) -> None:
+    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts, with_merged=True)
+    head = save_dflash_head(tmp_path / "head", LlamaConfig.from_pretrained(tmp_path / "model").vocab_size)
+    with drafting(world, method="dflash", model=str(head)) as served:
+        check(served, text_prompts)
+        drafted, accepted = drafts(served)
+        assert 0 <= accepted < drafted
+
+
+def test_ngrams(tmp_path: Path) -> None:
+    """The last one: vLLM imports numba for them, and starts no further engine in this process where Triton is."""
+    world = make_world(CHECKPOINT, tmp_path, with_merged=True)
+    with drafting(world, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1) as served:
+        check(served, prompts)
+        drafted, accepted = drafts(served)
+        assert 0 < accepted < drafted
+        params = greedy(
+            structured_outputs=StructuredOutputsParams(choice=["red circle", "blue square"]), ignore_eos=False
+        )
+        questions = prompts(4, seed=3)
+        with served.gated(questions, ["a", None, "b", "a"]):
+            answers = served.chat(questions, ["gated"] * 4, params)
+        assert {answer.output.outputs[0].text for answer in answers} <= {"red circle", "blue square"}
