@@ -3,7 +3,8 @@
 The servers share a folder, where each finds a bundle by name when it is asked for it, and nothing else. The router
 sends requests of one name to one server. In turn, under Zipf traffic: names are published again and new ones for the
 first time; then one server is killed with SIGKILL. Each answer is compared with the fact that its bundle has by then.
-It says how many names both servers have looked up, and fails if an answer is wrong or a request has failed.
+It says how many names both servers have looked up and how many streams the kill has broken off, and fails if an answer
+is wrong or a request has failed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from server.demo import CHECKPOINT
 
 from .bundles import Member, made
 from .run import ENVIRONMENT, LIMITS, SERVER, keep_publishing
-from .traffic import Expected, Fleet, first_tokens
+from .traffic import Expected, Fleet, Reply, first_tokens
 
 SERVERS = 2
 START_S = 60.0  # of the router
@@ -96,11 +97,22 @@ def _answering(url: str, process: subprocess.Popen[bytes], log: Path) -> str:
     raise RuntimeError(f"the router does not answer; its log ends with:\n{log.read_text(errors='replace')[-2000:]}")
 
 
+class Retrying(Fleet):
+    """A stream whose server is killed breaks off: the router cannot begin it again, and whoever asked asks again."""
+
+    async def ask(self, member: Member) -> Reply:
+        try:
+            return await super().ask(member)
+        except httpx.TransportError:
+            self.counts["broken off"] += 1
+            return await super().ask(member)
+
+
 async def measure(router: str, urls: list[str], files: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All parts, one after the other."""
     expected, found, part = Expected(), dict[str, Any](), args.requests // 3
     async with httpx.AsyncClient(base_url=router, timeout=600, limits=LIMITS) as client:
-        fleet = Fleet(client, [], expected)
+        fleet = Retrying(client, [], expected)
         publish(fleet, files, range(args.bundles), seed=0)
         random.Random(1).shuffle(fleet.members)
         async with meanwhile(keep_publishing(fleet, files)):
