@@ -19,7 +19,7 @@ from transformers import Glm4MoeConfig, LlamaConfig, Qwen3Config
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
-from inducekv_vllm.protocol import DecideSpec, InjectionSpec, parse_spec
+from inducekv_vllm.protocol import InjectionSpec, parse_specs
 from selector.backbone.generation import score
 from server.demo import CHECKPOINT
 from tests.engine.parity import (
@@ -180,12 +180,12 @@ class Blocks:
 
     def _memory_of(self, request: Any) -> InjectionSpec | None:
         """What its parameters say, or what was decided."""
-        spec = parse_spec(request.sampling_params.extra_args)
-        if not isinstance(spec, DecideSpec):
-            return spec
+        for spec in parse_specs(request.sampling_params.extra_args):
+            if isinstance(spec, InjectionSpec):
+                return spec
         asked = self.scheduler.asked.get(request.request_id)
-        decision = asked and asked.decision
-        return decision.injection if decision else None
+        injections = () if asked is None or asked.decided is None else asked.decided.injections
+        return injections[0] if injections else None
 
 
 def test_blocks_of_memory_are_never_those_of_other_requests(tmp_path: Path) -> None:
