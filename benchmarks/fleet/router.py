@@ -148,7 +148,7 @@ async def names_of(urls: list[str]) -> tuple[list[int], int]:
     for url in urls:
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             listed = (await client.get("/v1/memory_bundles", params={"limit": 1000})).json()
-        known.append({each["id"] for each in listed["data"]})
+        known.append({each["name"] for each in listed["data"]})
     return [len(names) for names in known], len(set.intersection(*known))
 
 
