@@ -444,7 +444,7 @@ def save_llama4(folder: str | Path) -> Path:
     marks = ["<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"]
     marks += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
     tokenizer = byte_tokenizer(marks, picture_template("<|image|>"))
-    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
     tower |= {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
     ids = dict(zip(("boi_token_index", "eoi_token_index"), tokenizer.convert_tokens_to_ids(marks[:2]), strict=True))
     config = Llama4Config(
@@ -630,6 +630,7 @@ LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     ),
 }
 LATENT_PICTURES = ("deepseek-vl2-small", "deepseek-vl2-base")
+DECOUPLED_ALONE = (*WINDOWED_FAMILIES, "llama4-vl")
 FAMILIES = TEXT_FAMILIES | WINDOWED_FAMILIES | PICTURE_FAMILIES
 
 # The architecture that each names in its config.json, and those that other files test.
