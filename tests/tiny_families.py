@@ -44,7 +44,12 @@ from transformers import (
     InternVLVisionConfig,
     Jais2Config,
     LagunaConfig,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Llama4ImageProcessor,
+    Llama4Processor,
     Llama4TextConfig,
+    Llama4VisionConfig,
     LlamaConfig,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
@@ -53,6 +58,8 @@ from transformers import (
     LlavaOnevisionVideoProcessor,
     MellumConfig,
     Ministral3Config,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -60,6 +67,9 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     PhiConfig,
+    PixtralImageProcessor,
+    PixtralProcessor,
+    PixtralVisionConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -406,6 +416,53 @@ def save_gemma3(folder: str | Path) -> Path:
     return Path(folder)
 
 
+def save_mistral3(folder: str | Path) -> Path:
+    """Mistral's text model behind Pixtral's tower: pictures of any size, by rows, neighbouring patches merged."""
+    names = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    tokenizer = byte_tokenizer([*names.values()], picture_template("[IMG]"))
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Mistral3Config(
+        text_config=Ministral3Config(**text_sizes(tokenizer) | TEXT_SIZES, **MINISTRAL_ROPE).to_dict(),
+        vision_config=PixtralVisionConfig(**tower, image_size=112, patch_size=14).to_dict(),
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        tie_word_embeddings=False,
+    )
+    processor = PixtralProcessor(
+        image_processor=PixtralImageProcessor(patch_size={"height": 14, "width": 14}, size={"longest_edge": 112}),
+        tokenizer=tokenizer,
+        patch_size=14,
+        spatial_merge_size=2,
+        chat_template=tokenizer.chat_template,
+        **names,
+    )
+    save_random(Mistral3ForConditionalGeneration, config, processor, Path(folder), 0)
+    return Path(folder)
+
+
+def save_llama4(folder: str | Path) -> Path:
+    """Llama 4 with its tower: pictures cut into tiles, patches shuffled together."""
+    marks = ["<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"]
+    marks += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
+    tokenizer = byte_tokenizer(marks, picture_template("<|image|>"))
+    tower = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower |= {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    ids = dict(zip(("boi_token_index", "eoi_token_index"), tokenizer.convert_tokens_to_ids(marks[:2]), strict=True))
+    config = Llama4Config(
+        text_config=Llama4TextConfig(**text_sizes(tokenizer) | TEXT_SIZES | CHUNKS | LLAMA4).to_dict(),
+        vision_config=Llama4VisionConfig(**tower, image_size=56, patch_size=14, pixel_shuffle_ratio=0.5).to_dict(),
+        image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>"),
+        **ids,
+    )
+    processor = Llama4Processor(
+        image_processor=Llama4ImageProcessor(size={"height": 56, "width": 56}, max_patches=4),
+        tokenizer=tokenizer,
+        patch_size=14,
+        chat_template=tokenizer.chat_template,
+    )
+    save_random(Llama4ForConditionalGeneration, config, processor, Path(folder), 0)
+    return Path(folder)
+
+
 def save_deepseek_vl2(folder: str | Path, **language: Any) -> Path:
     """Plain heads, experts, and pictures cut into tiles; with the files and names of the published tiny model.
 
@@ -544,6 +601,8 @@ PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "internvl": save_internvl,
     "llava-onevision-1.5": save_llava_onevision1_5,
     "deepseek-vl2": save_deepseek_vl2,
+    "mistral3": save_mistral3,
+    "llama4-vl": save_llama4,
 }
 LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "deepseek-v2": partial(
@@ -571,6 +630,7 @@ LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     ),
 }
 LATENT_PICTURES = ("deepseek-vl2-small", "deepseek-vl2-base")
+DECOUPLED_ALONE = (*WINDOWED_FAMILIES, "llama4-vl")
 FAMILIES = TEXT_FAMILIES | WINDOWED_FAMILIES | PICTURE_FAMILIES
 
 # The architecture that each names in its config.json, and those that other files test.
@@ -614,6 +674,8 @@ TESTED: dict[str, str] = {
     "olmo3": "Olmo3ForCausalLM",
     "llava-1.5": "LlavaForConditionalGeneration",
     "llava-onevision": "LlavaOnevisionForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "llama4-vl": "Llama4ForConditionalGeneration",
     "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3-vl": "Qwen3VLForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",

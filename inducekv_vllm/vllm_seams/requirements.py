@@ -32,6 +32,7 @@ def check_engine(config: VllmConfig) -> None:
         UnsupportedModel: names the setting and why memory would be wrong with it.
     """
     from vllm import envs
+    from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
     parallel, model = config.parallel_config, config.model_config
@@ -51,6 +52,11 @@ def check_engine(config: VllmConfig) -> None:
         (
             parallel.data_parallel_size > 1,
             "data parallelism of a mixture of experts: its engines step together, which has not been tried",
+        ),
+        (
+            parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1 and current_platform.is_cpu(),
+            "--enable-expert-parallel on CPUs: vLLM's kernel for experts there knows those of one rank, and its first "
+            "request ends the engine",
         ),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
         (

@@ -110,7 +110,8 @@ def tokenizer_of(processor: Any) -> Any:
 def decoder(network: Any) -> Any:
     """The module that holds the language model's layers and its final norm."""
     inner = getattr(network, "model", network)
-    return getattr(inner, "language_model", None) or getattr(inner, "text_model", None) or inner
+    found = getattr(inner, "language_model", None) or getattr(inner, "text_model", None) or inner
+    return found if hasattr(found, "layers") else getattr(found, "model", found)  # Llama 4's has a head of its own
 
 
 def kinds_of_attention(network: Any) -> list[str]:

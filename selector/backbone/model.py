@@ -222,7 +222,12 @@ class Backbone:
                 f"the tokens of a picture see each other in {type(self.model).__name__}, which memory's attention does "
                 "not have: text alone can be taught"
             )
-        return {name: value.to(self.device) for name, value in inputs.items()}
+        return {name: self._as_read(value) for name, value in inputs.items()}
+
+    def _as_read(self, value: Tensor) -> Tensor:
+        """An input on the model's device, and in its precision if the processor's is lower (Llama 4's pictures)."""
+        dtype = torch.promote_types(value.dtype, self.model.dtype) if value.is_floating_point() else value.dtype
+        return value.to(self.device, dtype)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
         """Messages as the model's chat template writes them, a picture as its mark.
@@ -261,7 +266,11 @@ class Backbone:
     @torch.no_grad()
     def hidden_states(self, inputs: Inputs) -> Tensor:
         """Last hidden states after the final norm: [n, T, d], in the model's dtype."""
-        hidden: Tensor = self.model.model(**inputs, use_cache=False).last_hidden_state
+        base = self.model.base_model
+        if base is not self.model:
+            hidden: Tensor = base(**inputs, use_cache=False).last_hidden_state
+        else:  # Llama 4 with pictures
+            hidden = base(**inputs, use_cache=False, output_hidden_states=True).hidden_states[-1]
         return hidden
 
     def retrieval_keys(self, inputs: Inputs) -> Tensor:

@@ -25,7 +25,7 @@ from tests.engine.parity import (
     served_logprobs,
     text_prompts,
 )
-from tests.tiny_families import FAMILIES, PICTURE_FAMILIES, TESTED, THROUGH_TRANSFORMERS, WINDOWED_FAMILIES, small_timm
+from tests.tiny_families import DECOUPLED_ALONE, FAMILIES, PICTURE_FAMILIES, TESTED, THROUGH_TRANSFORMERS, small_timm
 
 WIDE = (48, 96)  # pixels: more than one tile or patch where a family cuts pictures up
 IN_EVERY_RUN = ("qwen3-moe",)  # test_parity.py has two multimodal families, test_facts.py a Llama
@@ -46,7 +46,7 @@ def test_parity(family: str, tmp_path: Path) -> None:
     make_prompts: Callable[[int, int], list[Prompt]] = text_prompts
     if family in PICTURE_FAMILIES:
         make_prompts = partial(prompts, size=WIDE)
-    merged = () if family in WINDOWED_FAMILIES else ("sqrt", "prior")
+    merged = () if family in DECOUPLED_ALONE else ("sqrt", "prior")
     model = FAMILIES[family](tmp_path / "model")
     assert json.loads((model / "config.json").read_text()).get("architectures", [None])[0] in (TESTED[family], None)
     world = make_world(model, tmp_path, make_prompts=make_prompts, with_merged=bool(merged))

@@ -18,6 +18,7 @@ from tests.engine.parity import EAGER, WORKER_VARIABLE
 ROOT = Path(__file__).parents[2]
 BACKEND = "tests.engine.triton_cpu"
 RUNNERS, KINDS, DRAFTS = "test_runners.py", "test_decoupled_attention_kinds.py", "test_speculation.py"
+HEADS = "not ngrams and not dflash and not deepseek and not lite"
 FACTS, LATENTS = "test_facts.py", "test_latents.py"
 
 
@@ -45,8 +46,20 @@ def install(folder: Path) -> None:
         # itself; attention/test_kernel_memory.py has the kernels around any backend.
         pytest.param(KernelsAroundCPUAttention, "1", (KINDS,), "sinks", marks=pytest.mark.slow),
         pytest.param(KernelsAroundCPUAttention, "1", (LATENTS,), "not refused", marks=pytest.mark.slow),
-        pytest.param(KernelsAroundFlashAttention, "1", (DRAFTS,), "not ngrams", marks=pytest.mark.slow),
-        pytest.param(KernelsAroundFlashAttention, "0", (DRAFTS,), "not ngrams", marks=pytest.mark.slow),
+        pytest.param(
+            KernelsAroundFlashAttention,
+            "1",
+            (DRAFTS,),
+            "not ngrams and not dflash and not deepseek and not lite",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            KernelsAroundFlashAttention,
+            "0",
+            (DRAFTS,),
+            "not ngrams and not dflash and not deepseek and not lite",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["V2", "V1", "another backend", "latents", "drafts on V2", "drafts on V1"],
 )
@@ -66,6 +79,7 @@ def test_answers_are_those_of_transformers(
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", "-k", selected]
     command += [f"tests/engine/{each}" for each in tests]
+    command += ["-m", "slow or not slow"] if tests == (DRAFTS,) else []
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert ("Using V2 Model Runner" in run.stdout + run.stderr) == (runner == "1")

@@ -134,7 +134,8 @@ def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> Non
 def _engine(**changes: Any) -> Any:
     """The settings of an engine, its model and its parallelism, in one namespace."""
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
-    sizes |= {"prefill_context_parallel_size": 1, "use_ubatching": False}
+    sizes |= {"prefill_context_parallel_size": 1, "tensor_parallel_size": 1}
+    sizes |= {"use_ubatching": False, "enable_expert_parallel": False}
     model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate"}
     model |= {"model_arch_config": SimpleNamespace(quantization_config=None)}
     model |= {"is_diffusion": False, "quantization": None, "enable_sleep_mode": False, "cache_dtype": "auto"}
@@ -154,6 +155,7 @@ def _engine(**changes: Any) -> Any:
         ({"scheduler_cls": None}, f"the scheduler None: .* --scheduler-cls {SCHEDULER_CLS}"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism of a mixture of experts"),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "--enable-expert-parallel on CPUs"),
         ({"ec_transfer_config": object()}, "encoder disaggregation"),
         ({"enable_sleep_mode": True}, "sleep mode"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
