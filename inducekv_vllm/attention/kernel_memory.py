@@ -3,10 +3,11 @@
 Decoupled memory works around any attention backend. Merged memory needs the log-sum-exp of self-attention, which
 FlashAttention gives (`merged/flash.py`).
 
-CUDA graphs are captured for three kinds of steps, and each step chooses. Those without memory launch nothing of it.
+CUDA graphs are captured for kinds of steps, and each step chooses. Those without memory launch nothing of it.
 Those with decoupled memory without maps launch a kernel that can do no more; it needs queries alone, so a branch of the
 graph on another stream may read it beside self-attention. That is off by default: FlashAttention 3 takes all
-processors, also for one row, and on an H200 nothing of the read was hidden.
+processors, also for one row, and on an H200 nothing of the read was hidden. The second of two memories is launched
+behind the first one, in graphs of a kind of their own: it acts on what that has made of the output.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..vllm_seams.device import Device
 from ..vllm_seams.logs import logger_of
 from ..vllm_seams.requirements import check_merged
 from .attach import KeepsLse
-from .kernel_step import GraphBuffers, GraphKind, StepLaunch, graph_kind, rows_with_memory
+from .kernel_step import GraphBuffers, GraphKind, StepLaunch, graph_kind, in_rounds
 from .kernel_tables import KernelTables
 from .kernels import launch
 from .kernels.geometry import KernelGeometry
@@ -57,6 +58,7 @@ class KernelMemoryAttention:
         processors: Processors,
         most_graph_rows: int,
         is_beside: bool = False,
+        most_memories: int = 1,
         choose_graphs: Callable[[GraphKind], None] = lambda _: None,
         kernels: Any = launch,
     ) -> None:
@@ -65,13 +67,14 @@ class KernelMemoryAttention:
         Args:
             most_graph_rows: rows of the largest graph that has attention in it; 0 if there is none.
             is_beside: graphs read what decoupled memory they can beside self-attention.
+            most_memories: of one request, 1 or 2.
             choose_graphs: called with what the running step needs, and at its end with what no memory needs.
             kernels: `kernels.launch`, or whatever has an `add_memory` and an `add_read` that do the same.
         """
         self.merged_refusal: UnsupportedModel | None = None
         self._device, self._model = device, model
         self._most_graph_rows, self._is_beside = most_graph_rows, is_beside and pool.shape.has_maps
-        self._choose_graphs, self._kernels = choose_graphs, kernels
+        self._most_memories, self._choose_graphs, self._kernels = most_memories, choose_graphs, kernels
         self.most_entries: int | None = tables.most_entries
         self._tables = tables
         self._num_heads = pool.shape.num_kv_heads * pool.shape.heads_per_kv_head
@@ -92,11 +95,13 @@ class KernelMemoryAttention:
         except ValueError as error:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
         self._graphs: GraphBuffers  # from `attach` on
+        self._graphs_behind: GraphBuffers | None = None  # of the second of two memories
         self._read: Tensor  # [rows of the largest graph, H, V] float32, beside self-attention; from `attach` on
         self._captured = GraphKind.NONE  # what is launched outside of steps
         self.deciding: dict[int, Callable[[], None]] = {}
         self._in_step = False
         self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
+        self._step_behind: StepLaunch | None = None
         self._pieces: list[tuple[slice, StepLaunch]] = []  # of a step with many rows, for latents
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, AttentionLayer], builders: Sequence[Any]) -> None:
@@ -108,6 +113,8 @@ class KernelMemoryAttention:
             logger.info("only decoupled memory can be served: %s", refusal)
         can_merge, rows = self.merged_refusal is None, self._most_graph_rows
         self._graphs = GraphBuffers(self._geometry, rows, can_merge, self._is_beside, self._device)
+        if self._most_memories > 1:
+            self._graphs_behind = GraphBuffers(self._geometry, rows, False, False, self._device)
         sizes = rows if self._is_beside else 0, self._num_heads, self._geometry.value_size
         self._read = torch.zeros(sizes, device=self._device.torch_device)
         attach_to_decoders(layers, self)
@@ -125,18 +132,26 @@ class KernelMemoryAttention:
     def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
         """See `MemoryAttention`."""
         self._in_step = True
-        found = rows_with_memory(acting, sum(rows.num_scheduled))
+        found, behind = in_rounds(acting, sum(rows.num_scheduled))
         if rows.graph_rows is not None:
-            self._choose_graphs(graph_kind(found))
+            kind = graph_kind(found, behind)
+            self._choose_graphs(kind)
             if found is not None:
-                self._graphs.write(rows.graph_rows, found)
-        elif found is not None:
-            self._step = StepLaunch.of_step(found, self._geometry, self._device)
-            if not self._geometry.has_maps and len(found.slots) > LATENT_ROWS:
-                self._pieces = [
-                    (rows_of_piece, StepLaunch.of_step(piece, self._geometry, self._device))
-                    for rows_of_piece, piece in found.pieces(LATENT_ROWS)
-                ]
+                self._graphs.write(rows.graph_rows, found, kind)
+            if behind is not None:
+                assert self._graphs_behind is not None
+                self._graphs_behind.write(rows.graph_rows, behind, kind)
+            return
+        self._step, self._step_behind = (
+            None if each is None else StepLaunch.of_step(each, self._geometry, self._device) for each in (found, behind)
+        )
+        if not self._geometry.has_maps and sum(rows.num_scheduled) > LATENT_ROWS:
+            self._pieces = [
+                (rows_of_piece, StepLaunch.of_step(piece, self._geometry, self._device))
+                for each in (found, behind)
+                if each is not None
+                for rows_of_piece, piece in each.pieces(LATENT_ROWS)
+            ]
 
     def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
         """See `MemoryAttention`."""
@@ -145,7 +160,7 @@ class KernelMemoryAttention:
     def end_step(self) -> None:
         """See `MemoryAttention`."""
         self._in_step = False
-        self._step, self._pieces = None, []
+        self._step, self._step_behind, self._pieces = None, None, []
         self.deciding.clear()
         self._choose_graphs(GraphKind.NONE)  # for vLLM's own dummy steps
 
@@ -182,12 +197,13 @@ class KernelMemoryAttention:
             self._kernels.add_read(now.tensors, self._read[: len(query)], output, now.shape)
         else:
             self._launch_kernel(layer, now, query, output, self_lse, scale)
+        if (behind := self._launch_behind(len(query))) is not None:
+            self._launch_kernel(layer, behind, query, output, None, scale)
 
     def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
         """See `AddsLatentMemory`. What rows without memory have read is 0."""
-        if (whole := self._launch(len(query))) is None:
-            return
-        for rows, now in self._pieces or [(slice(None), whole)]:
+        whole = [self._launch(len(query)), self._launch_behind(len(query))]
+        for rows, now in self._pieces or [(slice(None), each) for each in whole if each is not None]:
             absorbed = latents.absorbed(query[rows])  # [rows, H, D]
             read = absorbed.new_zeros(*absorbed.shape[:2], latents.value_size)  # [rows, H, V]
             self._launch_kernel(layer, now, absorbed, read, None, latents.scale)
@@ -201,6 +217,14 @@ class KernelMemoryAttention:
             return None
         return self._graphs.launch(num_rows, self._captured)
 
+    def _launch_behind(self, num_rows: int) -> StepLaunch | None:
+        """`_launch` of the second of two memories."""
+        if self._in_step:
+            return self._step_behind
+        if self._captured != GraphKind.TWO or self._graphs_behind is None or num_rows > self._graphs.most_rows:
+            return None
+        return self._graphs_behind.launch(num_rows, self._captured)
+
     def _launch_kernel(
         self, layer: int, now: StepLaunch, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float
     ) -> None:
@@ -213,7 +237,7 @@ class KernelMemoryAttention:
     @property
     def graph_kinds(self) -> tuple[GraphKind, ...]:
         """What graphs are captured for."""
-        return self._graphs.kinds
+        return self._graphs.kinds if self._graphs_behind is None else (*self._graphs.kinds, GraphKind.TWO)
 
     def capture_for(self, kind: GraphKind) -> None:
         """The graphs that are captured from now on are for these steps."""

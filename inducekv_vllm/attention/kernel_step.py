@@ -40,18 +40,27 @@ def rows_with_memory(acting: Sequence[ActingRows], num_rows: int) -> MemoryRows 
     )
 
 
+def in_rounds(acting: Sequence[ActingRows], num_rows: int) -> tuple[MemoryRows | None, MemoryRows | None]:
+    """`rows_with_memory` of the memories that act first, and of those that act on what these have made."""
+    first, second = ([each for each in acting if each.round == number] for number in range(2))
+    return rows_with_memory(first, num_rows), rows_with_memory(second, num_rows)
+
+
 class GraphKind(Enum):
     """What memory the steps have that a CUDA graph is captured for: it launches nothing beyond that."""
 
     NONE = "no memory"
     DECOUPLED = "decoupled memory without maps"
     EVERY = "memory of every form"
+    TWO = "memory of every form, and behind it a second one of the same requests"
 
 
-def graph_kind(rows: MemoryRows | None) -> GraphKind:
-    """Of a step with these rows."""
+def graph_kind(rows: MemoryRows | None, behind: MemoryRows | None = None) -> GraphKind:
+    """Of a step with these rows: see `in_rounds`."""
     if rows is None:
         return GraphKind.NONE
+    if behind is not None:
+        return GraphKind.TWO
     return GraphKind.EVERY if rows.maps or rows.merged else GraphKind.DECOUPLED
 
 
@@ -82,7 +91,7 @@ class GraphBuffers:
         self.most_rows = most_rows
         self._geometry, self._lse, self._is_beside, self._device = geometry, lse, is_beside, device
         with_memory = [kind for kind in self.kinds if kind != GraphKind.NONE]
-        shapes = [self.shape(rows, kind) for rows in range(1, most_rows + 1) for kind in with_memory]
+        shapes = [self.shape(rows, kind) for rows in range(1, most_rows + 1) for kind in (*with_memory, GraphKind.TWO)]
         self._arrivals = _no_arrivals(most_rows, geometry, device)
         numbers = max(map(plan_numbers, shapes), default=0)
         self._plan = torch.zeros(numbers, dtype=torch.int32, device=device.torch_device)
@@ -90,13 +99,14 @@ class GraphBuffers:
 
     @property
     def kinds(self) -> tuple[GraphKind, ...]:
-        """That graphs are captured for."""
+        """That graphs are captured for, where a request has one memory."""
         is_every = not self._geometry.has_maps and not self._lse
-        return (GraphKind.NONE, GraphKind.DECOUPLED) if is_every else tuple(GraphKind)
+        kinds = (GraphKind.NONE, GraphKind.DECOUPLED)
+        return kinds if is_every else (*kinds, GraphKind.EVERY)
 
     def shape(self, num_rows: int, kind: GraphKind) -> LaunchShape:
         """Of the launch in a graph of this many rows."""
-        if kind == GraphKind.EVERY:
+        if kind in (GraphKind.EVERY, GraphKind.TWO):
             return self._geometry.of_graph(num_rows, maps=self._geometry.has_maps, lse=self._lse)
         return replace(self._geometry.of_graph(num_rows, maps=False, lse=False), beside=self._is_beside)
 
@@ -105,10 +115,14 @@ class GraphBuffers:
         shape = self.shape(num_rows, kind)
         return StepLaunch(shape, StepTensors.in_buffer(self._plan, shape, self._arrivals))
 
-    def write(self, num_rows: int, rows: MemoryRows) -> None:
-        """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding."""
+    def write(self, num_rows: int, rows: MemoryRows, kind: GraphKind | None = None) -> None:
+        """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding.
+
+        Args:
+            kind: of the graph; None for what the rows need.
+        """
         # A slot that is written anew may have another length, and then its tokens are shared out anew.
-        kind = graph_kind(rows)
+        kind = kind or graph_kind(rows)
         new = (num_rows, kind, rows.slots.tobytes(), rows.lengths.tobytes())
         if new == self._written:  # as in most steps
             return

@@ -11,7 +11,6 @@ from ..attention.kernel_step import GraphKind
 from ..attention.kernel_tables import KernelTables
 from ..attention.kernels import launch
 from ..attention.memory_attention import MemoryAttention
-from ..errors import UnsupportedModel
 from ..vllm_seams.graphs import GraphSets
 from ..vllm_seams.requirements import check_gpu_runner
 from .memory_worker import MemoryWorker
@@ -27,8 +26,6 @@ class InduceKVCUDAWorker(MemoryWorker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # refuses flags that no runner could serve memory with
         check_gpu_runner(vllm_config)
-        if self.settings.max_memories > 1:
-            raise UnsupportedModel("a request on a GPU can have one memory alone: start without --memory-shared")
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         """The kernels read pool and tables."""
@@ -40,6 +37,7 @@ class InduceKVCUDAWorker(MemoryWorker):
             launch.processors(self._device.torch_device),
             most_graph_rows=self._most_graph_rows,
             is_beside=self.settings.memory_beside_attention,
+            most_memories=self.settings.max_memories,
             choose_graphs=self._choose_graphs,
         )
 

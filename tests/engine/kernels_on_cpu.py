@@ -55,6 +55,7 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
             self.model_config,
             Processors(count=2),
             most_graph_rows=GRAPH_ROWS[-1],
+            most_memories=self.settings.max_memories,
             kernels=SimpleNamespace(add_memory=some_by_kernels, add_read=twin.add_read),
         )
 
@@ -152,6 +153,12 @@ class ReplayedKernels(KernelMemoryAttention):
         if self._graph_rows is None:
             return super()._launch(num_rows)
         return None if self._chosen == GraphKind.NONE else self._graphs.launch(self._graph_rows, self._chosen)
+
+    def _launch_behind(self, num_rows: int) -> StepLaunch | None:
+        if self._graph_rows is None:
+            return super()._launch_behind(num_rows)
+        is_there = self._graphs_behind is not None and self._chosen == GraphKind.TWO
+        return self._graphs_behind.launch(self._graph_rows, self._chosen) if is_there else None  # type: ignore[union-attr]
 
     def _choose(self, kind: GraphKind) -> None:
         """As the graphs of this kind were captured."""

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 BACKEND = "tests.engine.triton_cpu"
 RUNNERS, KINDS, DRAFTS = "test_runners.py", "test_decoupled_attention_kinds.py", "test_speculation.py"
 HEADS = "not ngrams and not dflash and not deepseek and not lite"
-FACTS, LATENTS = "test_facts.py", "test_latents.py"
+FACTS, LATENTS, TWO = "test_facts.py", "test_latents.py", "test_two_memories.py"
 
 
 def install(folder: Path) -> None:
@@ -46,22 +46,11 @@ def install(folder: Path) -> None:
         # itself; attention/test_kernel_memory.py has the kernels around any backend.
         pytest.param(KernelsAroundCPUAttention, "1", (KINDS,), "sinks", marks=pytest.mark.slow),
         pytest.param(KernelsAroundCPUAttention, "1", (LATENTS,), "not refused", marks=pytest.mark.slow),
-        pytest.param(
-            KernelsAroundFlashAttention,
-            "1",
-            (DRAFTS,),
-            "not ngrams and not dflash and not deepseek and not lite",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            KernelsAroundFlashAttention,
-            "0",
-            (DRAFTS,),
-            "not ngrams and not dflash and not deepseek and not lite",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(KernelsAroundFlashAttention, "1", (TWO,), "", marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "1", (DRAFTS,), HEADS, marks=pytest.mark.slow),
+        pytest.param(KernelsAroundFlashAttention, "0", (DRAFTS,), HEADS, marks=pytest.mark.slow),
     ],
-    ids=["V2", "V1", "another backend", "latents", "drafts on V2", "drafts on V1"],
+    ids=["V2", "V1", "another backend", "latents", "two memories", "drafts on V2", "drafts on V1"],
 )
 def test_answers_are_those_of_transformers(
     tmp_path: Path, worker: type, runner: str, tests: tuple[str, ...], selected: str

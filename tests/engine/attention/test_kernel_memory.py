@@ -28,7 +28,7 @@ from inducekv_vllm.attention.latent import LatentLayer, attach_latent
 from inducekv_vllm.attention.merged.cpu import prefill_memory_attention
 from inducekv_vllm.attention.merged.merge import merge_memory
 from inducekv_vllm.attention.pool import PoolShape
-from inducekv_vllm.attention.slots import RequestMemory
+from inducekv_vllm.attention.slots import ActingRows, RequestMemory
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from inducekv_vllm.vllm_seams.device import CpuDevice, Device
@@ -214,7 +214,7 @@ def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(
 ) -> None:
     world = World(kernels.add_memory, map_rank=0 if kind == GraphKind.DECOUPLED else 2, is_beside=is_beside)
     world.attention.attach(full_attention(), {}, [])
-    assert world.attention.graph_kinds == tuple(GraphKind)
+    assert world.attention.graph_kinds == (GraphKind.NONE, GraphKind.DECOUPLED, GraphKind.EVERY)
     world.begin(step, graph_rows=MOST)
     assert world.chosen == [kind]
     world.attention._in_step = False  # what the captured graph does
@@ -229,6 +229,39 @@ def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(
             *(is_beside and kind == GraphKind.DECOUPLED,),
             *(kind == GraphKind.EVERY,) * 2,
         )
+
+
+@pytest.mark.parametrize("add_memory", [twin.add_memory, launch.add_memory])
+@pytest.mark.parametrize("graph_rows", [None, 6])
+@pytest.mark.parametrize("map_rank", [0, 2])
+def test_the_second_of_two_memories_acts_on_what_the_first_has_made(
+    map_rank: int, graph_rows: int | None, add_memory: Any
+) -> None:
+    """Each on its own rows; beside requests with one memory, of every form, and with none."""
+    world = World(add_memory, map_rank, most_memories=2)
+    world.attention.attach(full_attention(), {}, [])
+    assert world.attention.graph_kinds[-1] is GraphKind.TWO
+    merged, short, *_, long = world.memories
+    rounds = [(merged, 0, 1, 0), (short, 1, 4, 0), (long, 2, 4, 1), (short, 5, 6, 0)]
+    acting = [ActingRows(memory, number, first, end, turn) for number, (memory, first, end, turn) in enumerate(rounds)]
+    query, own, lse = tensors(6)
+    for now in (acting, acting[:2], acting):  # nothing is left of a step with two
+        world.calls.clear()
+        world.attention.begin_step(rows_of([(None, 0, 0, 6)], graph_rows), now)
+        if graph_rows is not None:
+            assert world.chosen[-1] == (GraphKind.TWO if now == acting else GraphKind.EVERY)
+            world.attention.capture_for(world.chosen[-1])
+            world.attention._in_step = False  # as the graph was captured
+        result, expected = world.forward(query, own, lse), own.clone()
+        world.attention.end_step()
+        assert len(world.calls) == 1 + (now == acting)
+        for each in now:
+            here = slice(each.first, each.end)
+            if each.memory is not merged:
+                DecoupledStep([ActiveRows(here, each.memory)]).add(1, query, expected, None, SCALE)
+        merging = world.expected([(0, 0, 0, 1), (None, 0, 0, 5)], query, own, lse)
+        torch.testing.assert_close(result[1:], expected[1:], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[0], merging[0], rtol=1e-5, atol=1e-5)
 
 
 @st.composite
@@ -383,8 +416,9 @@ class OfLatents:
 
 @pytest.mark.parametrize("add_memory", [twin.add_memory, launch.add_memory])
 @pytest.mark.parametrize("at_a_time", [3, 1024])
-def test_latents(add_memory: Any, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU as on a CPU, and as the formula says; also in pieces of a long prompt, and in a graph."""
+@pytest.mark.parametrize("most_memories", [1, 2])
+def test_latents(add_memory: Any, at_a_time: int, most_memories: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU as on a CPU, and as the formula says; in pieces of a long prompt, in a graph, and of two memories."""
     monkeypatch.setattr(kernel_memory, "LATENT_ROWS", at_a_time)
     shape = PoolShape(entries=12, num_layers=2, num_kv_heads=1, heads_per_kv_head=20, head_size=48, value_size=32)
     pool, tables = poisoned_pool(shape), KernelTables(4, 6, 2, CPU)
@@ -395,7 +429,9 @@ def test_latents(add_memory: Any, at_a_time: int, monkeypatch: pytest.MonkeyPatc
         tables.write(memory)
     of_gpu: Any = SimpleNamespace(use_mla=True)
     kernels = KernelMemoryAttention(
-        pool, tables, CPU, of_gpu, Processors(2), MOST, kernels=SimpleNamespace(add_memory=add_memory)
+        *(pool, tables, CPU, of_gpu, Processors(2), MOST),
+        most_memories=most_memories,
+        kernels=SimpleNamespace(add_memory=add_memory),
     )
     kernels.attach(full_attention(), {}, [])
     assert "latent attention (MLA)" in str(kernels.merged_refusal)
@@ -406,13 +442,15 @@ def test_latents(add_memory: Any, at_a_time: int, monkeypatch: pytest.MonkeyPatc
     for step, graph_rows in ((steps[0], None), (steps[1], 4)):
         rows = rows_of(step, graph_rows)
         acting = acting_rows(requests_of(memories, step), rows)
+        behind = [replace(each, memory=memories[each.memory is memories[0]], round=1) for each in acting[:1]]
+        acting += behind[: most_memories - 1]
         generator = torch.Generator().manual_seed(0)
         R = graph_rows or sum(each[3] for each in step)
         query, own = torch.randn(R, 20, 40, generator=generator), torch.randn(R, 20 * 8, generator=generator)
         kernels.begin_step(rows, acting)
         if graph_rows is not None:
             kernels._in_step = False  # as a graph was captured
-            kernels.capture_for(GraphKind.DECOUPLED)
+            kernels.capture_for(GraphKind.DECOUPLED if most_memories == 1 else GraphKind.TWO)
         nothing: Any = None
         found = layer.forward_impl(query, nothing, nothing, None, object(), own.clone())
         kernels.end_step()
