@@ -16,7 +16,8 @@ from ..bundle import Bundle
 
 def in_served_order(bundle: Bundle, model: Any) -> Bundle:
     """A bundle with its payload keys [L, B, J, m, D] in the order of the queries of a model of vLLM's."""
-    if not hasattr(model, "permute_qk_weight_for_rotary"):
+    language = model.get_language_model() if hasattr(model, "get_language_model") else model
+    if not hasattr(language, "permute_qk_weight_for_rotary"):
         return bundle
     keys = bundle.payload_keys
     return replace(bundle, payload_keys=torch.cat([keys[..., 0::2], keys[..., 1::2]], dim=-1))
