@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 from cachetools import LRUCache
@@ -324,10 +324,13 @@ def with_memory_keys(generate: Callable[..., Any]) -> Callable[..., Any]:
     Who tells blocks by their tokens and these keys must not take one with memory for an untouched one.
     """
 
-    def extra_keys(request: Request, start: int, end: int, *others: int) -> tuple[tuple[Any, ...] | None, int]:
-        keys, next_mm_idx = generate(request, start, end, *others)
+    @wraps(generate)
+    def extra_keys(
+        request: Request, start_token_idx: int, end_token_idx: int, *others: Any, **named: Any
+    ) -> tuple[tuple[Any, ...] | None, int]:
+        keys, next_mm_idx = generate(request, start_token_idx, end_token_idx, *others, **named)
         if isinstance(hasher := request._block_hasher, BlockHasher):
-            keys = hasher.with_memories(keys, start, end)
+            keys = hasher.with_memories(keys, start_token_idx, end_token_idx)
         return keys, next_mm_idx
 
     return extra_keys
