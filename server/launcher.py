@@ -209,8 +209,6 @@ def merged(users: Any, own: dict[str, Any]) -> InduceKVConfig:
         raise UsageError(f"--memory gives the name {twice[0]!r} twice")
     if twice := sorted(users.get("bundles", {}).keys() & dict(bundles)):
         raise UsageError(f"the name {twice[0]!r} is given by --memory and by --additional-config")
-    if "shared" in given:
-        given.setdefault("max_memories", 2)
     if twice := sorted(users.keys() & given):
         raise UsageError(f"{twice[0]!r} is given by a flag and by --additional-config")
     return InduceKVConfig.parse({**users, **given, "bundles": {**users.get("bundles", {}), **dict(bundles)}})

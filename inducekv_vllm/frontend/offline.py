@@ -276,8 +276,8 @@ class MemoryLLM:
         return outputs
 
     def _check(self, memories: tuple[ServedBundle, ...], adapter: LoRARequest | None) -> None:
-        if len(memories) > self.config.max_memories:
-            raise ConfigError(f"a prompt may have {self.config.max_memories} (max_memories), found {len(memories)}")
+        if len(memories) > self.config.most_memories:
+            raise ConfigError(f"a prompt may have {self.config.most_memories} (max_memories), found {len(memories)}")
         if len({memory.digest for memory in memories}) < len(memories):
             raise ConfigError("expected two different memories for a prompt, found one twice")
         name = adapter.lora_name if adapter is not None else None

@@ -68,10 +68,17 @@ def memory_names(model: str, arguments: Mapping[str, Any] | None, config: Induce
             f"{listed!r:.200}",
             parameter="vllm_xargs",
         )
-    if len(names) > config.max_memories:
+    if len(names) > config.most_memories:
         raise VLLMValidationError(
-            f"{MEMORIES_OPTION} has {len(names)} names, and a request to this server may have {config.max_memories}; "
+            f"{MEMORIES_OPTION} has {len(names)} names, and a request to this server may have {config.most_memories}; "
             "for two, start it with --memory-shared",
+            parameter="vllm_xargs",
+        )
+    # Whoever lets clients have some names alone, by their model, has not allowed others here.
+    if config.max_memories is None and any(name.partition("@")[0] != config.shared for name in names[1:]):
+        raise VLLMValidationError(
+            f"the second name of {MEMORIES_OPTION} can be {config.shared!r} alone, which this server shares, found "
+            f"{names[1]!r:.200}; its setting max_memories of 2 would allow any",
             parameter="vllm_xargs",
         )
     return names

@@ -29,7 +29,8 @@ class InduceKVConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     bundles: dict[str, str] = Field(default_factory=dict)  # served name -> bundle path, loaded at start
-    max_memories: int = Field(default=1, ge=1, le=2)  # of one request; the second one needs slots of its own
+    # Of one request; None for 1, and 2 where one is shared. If it is 2, a request may name any second one.
+    max_memories: int | None = Field(default=None, ge=1, le=2)
     shared: str | None = None  # the name of the bundle that a request to any other one has as its second memory
     top_k: int | None = Field(default=None, ge=1)  # entries retrieved per request; None for all B
     remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
@@ -73,12 +74,17 @@ class InduceKVConfig(BaseModel):
 
     @model_validator(mode="after")
     def _shared_is_loaded(self) -> InduceKVConfig:
-        if self.shared is not None and (self.shared not in self.bundles or self.max_memories < 2):
+        if self.shared is not None and (self.shared not in self.bundles or self.most_memories < 2):
             raise ValueError(
                 f"shared (--memory-shared) must be the name of one of the bundles (--memory), with max_memories 2; "
-                f"found {self.shared!r}, bundles {', '.join(self.bundles) or 'none'}, max_memories {self.max_memories}"
+                f"found {self.shared!r}, bundles {', '.join(self.bundles) or 'none'}, max_memories {self.most_memories}"
             )
         return self
+
+    @property
+    def most_memories(self) -> int:
+        """Of one request: the second one needs slots of its own."""
+        return self.max_memories or (1 if self.shared is None else 2)
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> InduceKVConfig | None:

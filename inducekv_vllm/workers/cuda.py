@@ -37,7 +37,7 @@ class InduceKVCUDAWorker(MemoryWorker):
             launch.processors(self._device.torch_device),
             most_graph_rows=self._most_graph_rows,
             is_beside=self.settings.memory_beside_attention,
-            most_memories=self.settings.max_memories,
+            most_memories=self.settings.most_memories,
             choose_graphs=self._choose_graphs,
         )
 

@@ -121,7 +121,7 @@ class MemoryWorker(Worker):
         )
         dtype = dtype_of(self.model_config)
         # vLLM reports finished requests one step late, so twice as many requests as can run may hold their slots.
-        num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs * self.settings.max_memories + 1
+        num_slots = 2 * self.vllm_config.scheduler_config.max_num_seqs * self.settings.most_memories + 1
         self.pool = MemoryPool(shape, dtype, self._device)
         logger.info(
             "memory pool: %d tokens (%d entries of %d), %.1f MiB",

@@ -55,7 +55,7 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
             self.model_config,
             Processors(count=2),
             most_graph_rows=GRAPH_ROWS[-1],
-            most_memories=self.settings.max_memories,
+            most_memories=self.settings.most_memories,
             kernels=SimpleNamespace(add_memory=some_by_kernels, add_read=twin.add_read),
         )
 

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from inducekv_vllm.attention.decoupled import active_rows
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.frontend.request import MEMORIES_OPTION, memory_names
 from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter, extra_args_of
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.answering import ANSWER
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests, acting_rows
@@ -181,3 +184,28 @@ def test_a_request_with_two_memories_holds_a_slot_of_each() -> None:
     assert worker.requests.by_id["a"].memories[1].slot is not None
     worker.follow(finished="a")
     assert (worker.requests.slots.used, worker.pool.num_free_tokens) == (0, free + 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "listed", "found"),
+    [
+        ({}, None, ("acme",)),
+        ({"shared": "manual"}, None, ("acme", "manual")),
+        ({"shared": "manual"}, ["acme"], ("acme",)),
+        ({"shared": "manual"}, ["acme", "manual@0123"], ("acme", "manual@0123")),
+        ({"shared": "manual"}, ["acme", "bolt"], "can be 'manual' alone, which this server shares, found 'bolt'"),
+        ({"shared": "manual", "max_memories": 2}, ["acme", "bolt"], ("acme", "bolt")),
+        ({"max_memories": 2}, ["acme", "bolt"], ("acme", "bolt")),
+        ({}, ["acme", "bolt"], "has 2 names, and a request to this server may have 1"),
+    ],
+)
+def test_a_request_names_no_memory_that_a_gateway_does_not_see_unless_the_server_allows_it(
+    setting: dict[str, Any], listed: list[str] | None, found: tuple[str, ...] | str
+) -> None:
+    config = InduceKVConfig(bundles={"manual": "manual.safetensors"}, **setting)
+    arguments = {} if listed is None else {MEMORIES_OPTION: listed}
+    if isinstance(found, tuple):
+        assert memory_names("acme", arguments, config) == found
+    else:
+        with pytest.raises(VLLMValidationError, match=found):
+            memory_names("acme", arguments, config)

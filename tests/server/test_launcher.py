@@ -95,7 +95,7 @@ class TestArguments:
     def test_a_shared_bundle_is_a_second_memory(self, bundle: Path) -> None:
         late: dict[str, Any] = {"form": "decoupled", "weighting": "uniform", "activations": {"t": "generation"}}
         write_bundle(random_bundle(**late), bundle)
-        expected = {"bundles": {"a": str(bundle)}, "shared": "a", "max_memories": 2}
+        expected = {"bundles": {"a": str(bundle)}, "shared": "a"}
         assert config("MODEL", f"--memory=a={bundle}", "--memory-shared=a") == expected
 
     def test_a_users_class_is_kept(self) -> None:

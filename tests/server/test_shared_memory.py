@@ -61,6 +61,7 @@ def tenants(admin_key: None, tmp_path_factory: pytest.TempPathFactory, world: Wo
     memory = [f"--memory={name}={world.paths[path]}" for name, path in NAMES.items()]
     memory += ["--memory-shared", "manual", "--memory-root", str(folder.parent), "--memory-audit-answers"]
     memory += [f"--memory-state={folder / STATE}", "--memory-resolver", str(folder / FOUND)]
+    memory += ["--additional-config", '{"inducekv": {"max_memories": 2}}']  # any second memory may be named
     arguments = [str(world.model), *memory, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     with serving(arguments, folder / "log", {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER}) as url:
         yield Tenants(url, world, folder)
