@@ -16,9 +16,6 @@ NO_SHARED_SERVER = ("api_key", "audit", "launcher", "memory_helps", "pins", "reg
 NO_SHARED_SERVER += ("shared_memory", "versions", "wheel")
 ENGINE = ("tests/engine/test_memory_engine.py", "tests/server/test_registry.py")
 SERVERS = ("tests/research/test_continual_http.py",)  # one more that shares their server
-# Has no recorded seconds, so that it begins behind every engine that has. vLLM imports numba for drafts by n-grams, and
-# starts no further engine in that process where Triton is installed.
-LAST_ENGINE = "tests/engine/test_speculation.py"
 RECORDED = Path(__file__).with_name("durations.json")
 LEAST = 5  # seconds that are worth a line
 
@@ -43,7 +40,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     seconds: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
-            if hasattr(report, "duration") and not report.nodeid.startswith(LAST_ENGINE):
+            if hasattr(report, "duration"):
                 seconds[group_of(report.nodeid)] += report.duration
     longest = sorted(((round(took), group) for group, took in seconds.items() if took >= LEAST), reverse=True)
     RECORDED.write_text(json.dumps({group: took for took, group in longest}, indent=2) + "\n")
