@@ -48,7 +48,10 @@ def install(folder: Path) -> None:
         pytest.param(KernelsAroundCPUAttention, "1", (LATENTS,), "not refused", marks=pytest.mark.slow),
         pytest.param(KernelsAroundFlashAttention, "1", (TWO,), "", marks=pytest.mark.slow),
         pytest.param(KernelsAroundFlashAttention, "1", (DRAFTS,), HEADS, marks=pytest.mark.slow),
-        pytest.param(KernelsAroundFlashAttention, "0", (DRAFTS,), HEADS, marks=pytest.mark.slow),
+        # vLLM's kernel for draft models on V1 takes a bool, which Triton's interpreter does not.
+        pytest.param(
+            KernelsAroundFlashAttention, "0", (DRAFTS,), f"{HEADS} and not draft_model", marks=pytest.mark.slow
+        ),
     ],
     ids=["V2", "V1", "another backend", "latents", "two memories", "drafts on V2", "drafts on V1"],
 )
