@@ -51,15 +51,19 @@ def serving(arguments: Sequence[str], log: Path, environment: dict[str, str] | N
 
 @contextmanager
 def starting(
-    arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None, module: str = "server.launcher"
+    arguments: Sequence[str],
+    log: Path,
+    environment: dict[str, str] | None = None,
+    module: str = "server.launcher",
+    program: Sequence[str] = (),
 ) -> Iterator[Callable[..., str]]:
     """Start `inducekv-serve *arguments` and yield a function that waits until it is healthy and returns its base URL.
 
     That function takes the seconds to wait (default: START_SECONDS). It raises ServerFailed if the server does not
-    become healthy, and stops it. `module` is that of another server.
+    become healthy, and stops it. `module` is that of another server, `program` another server's command.
     """
     with reserved_port() as port, log.open("wb") as output:
-        command = [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        command = [*(program or (sys.executable, "-m", module)), *arguments, "--host", "127.0.0.1", "--port", str(port)]
         before = signal.signal(signal.SIGTERM, _exit)
         # In a session of its own, so that Ctrl-C reaches only this process, which then stops the server and its engine.
         process = subprocess.Popen(

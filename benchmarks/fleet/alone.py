@@ -32,12 +32,11 @@ from benchmarks.server_process import starting
 from inducekv_vllm.bundle import read_bundle
 from server.demo import CHECKPOINT
 
-from .bundles import Member, make_fleet
+from .bundles import PLAIN, Member, make_fleet
 from .run import ENVIRONMENT, LIMITS, SERVER
 
 TOKENS = 48  # of an answer that is timed
 PROBES = 8  # answers in a round, for each server and kind of round
-BESIDE = "Which guild bakes bread?"
 
 
 def main() -> int:
@@ -109,7 +108,7 @@ async def asking(client: httpx.AsyncClient, names: Iterator[str], rate: float) -
     """So many requests a second for one token, whether the earlier ones are answered or not, until cancelled."""
     async with asyncio.TaskGroup() as group:
         for name in names:
-            body = {"model": name, "messages": [{"role": "user", "content": BESIDE}], "max_tokens": 1}
+            body = {"model": name, "messages": [{"role": "user", "content": PLAIN}], "max_tokens": 1}
             group.create_task(posted(client, body))
             await asyncio.sleep(1 / rate)
 

@@ -15,13 +15,10 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ import httpx
 
 from benchmarks.churn.changes import meanwhile
 from benchmarks.machine import describe_machine
-from benchmarks.server_process import end_with_parent, processes_of, reserved_port, starting
+from benchmarks.server_process import processes_of, reserved_port, starting
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import write_bundle
 from server.demo import CHECKPOINT
@@ -70,31 +67,11 @@ def main() -> int:
 @contextmanager
 def routed(command: str, urls: list[str], log: Path) -> Iterator[str]:
     """The address of a router in front of these servers."""
-    with reserved_port() as port, reserved_port() as metrics, log.open("wb") as output:
-        arguments = ["--worker-urls", *urls, "--policy", "consistent_hash", "--host", "127.0.0.1", "--port", str(port)]
-        process = subprocess.Popen(
-            [command, *arguments, "--prometheus-port", str(metrics), "--prometheus-host", "127.0.0.1"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=partial(end_with_parent, signal.SIGTERM),
-        )
-        try:
-            yield _answering(f"http://127.0.0.1:{port}", process, log)
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _answering(url: str, process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return url
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise RuntimeError(f"the router does not answer; its log ends with:\n{log.read_text(errors='replace')[-2000:]}")
+    with reserved_port() as metrics:
+        arguments = ["--worker-urls", *urls, "--policy", "consistent_hash"]
+        arguments += ["--prometheus-port", str(metrics), "--prometheus-host", "127.0.0.1"]
+        with starting(arguments, log, program=[command]) as wait_until_healthy:
+            yield wait_until_healthy(START_S)
 
 
 class Retrying(Fleet):
@@ -138,7 +115,7 @@ def publish(fleet: Fleet, files: Path, numbers: range, seed: int) -> None:
         member, bundle = made(reader, number, rng)
         assert member.answer is not None
         write_bundle(bundle, member.file(files), verify=False)
-        fleet.members.append(Member(member.name, member.kind, member.question, member.answer))
+        fleet.members.append(member)
         fleet.expected.publish(member.name, member.answer)
 
 

@@ -104,8 +104,10 @@ def _with_memory(base: Any) -> type:
         ) -> Tensor:
             is_profiling, num_rows = attn_metadata is None, len(query)
             self.keeps_lse = not is_profiling and self.memory.needs_lse(num_rows)
+            asked: Tensor | None = None
             if not is_profiling and self.memory.acts(num_rows):
-                self.memory.read_beside(self.layer_index, _unquantised(query, output, layer), self.scale)
+                asked = _unquantised(query, output, layer)
+                self.memory.read_beside(self.layer_index, asked, self.scale)
             result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if is_profiling:
                 return result
@@ -118,7 +120,8 @@ def _with_memory(base: Any) -> type:
                 decide()  # memory may act from this layer on
             if not self.memory.acts(num_rows):
                 return result
-            self.memory.add(self.layer_index, _unquantised(query, output, layer), output, lse, self.scale)
+            asked = _unquantised(query, output, layer) if asked is None else asked[: len(query)]
+            self.memory.add(self.layer_index, asked, output, lse, self.scale)
             return result
 
     MemoryImpl.__name__ = MemoryImpl.__qualname__ = f"Memory{base.__name__}"

@@ -91,7 +91,7 @@ class GraphBuffers:
         self.most_rows = most_rows
         self._geometry, self._lse, self._is_beside, self._device = geometry, lse, is_beside, device
         with_memory = [kind for kind in self.kinds if kind != GraphKind.NONE]
-        shapes = [self.shape(rows, kind) for rows in range(1, most_rows + 1) for kind in (*with_memory, GraphKind.TWO)]
+        shapes = [self.shape(rows, kind) for rows in range(1, most_rows + 1) for kind in with_memory]
         self._arrivals = _no_arrivals(most_rows, geometry, device)
         numbers = max(map(plan_numbers, shapes), default=0)
         self._plan = torch.zeros(numbers, dtype=torch.int32, device=device.torch_device)
@@ -115,14 +115,9 @@ class GraphBuffers:
         shape = self.shape(num_rows, kind)
         return StepLaunch(shape, StepTensors.in_buffer(self._plan, shape, self._arrivals))
 
-    def write(self, num_rows: int, rows: MemoryRows, kind: GraphKind | None = None) -> None:
-        """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding.
-
-        Args:
-            kind: of the graph; None for what the rows need.
-        """
+    def write(self, num_rows: int, rows: MemoryRows, kind: GraphKind) -> None:
+        """Set the plan of a step that replays the graph of `num_rows` rows; rows beyond the step's are padding."""
         # A slot that is written anew may have another length, and then its tokens are shared out anew.
-        kind = kind or graph_kind(rows)
         new = (num_rows, kind, rows.slots.tobytes(), rows.lengths.tobytes())
         if new == self._written:  # as in most steps
             return

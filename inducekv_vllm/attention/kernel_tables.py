@@ -8,8 +8,6 @@ Shapes: see the package; N slots, k entries of a slot.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ class KernelTables:
     def __init__(self, num_slots: int, most_entries: int, num_layers: int, device: Device) -> None:
         """Tables of N empty slots of up to `most_entries` entries."""
         self.most_entries = most_entries
-        own = padded(sum(map(padded, SlotTables.columns(most_entries, most_entries).values())))
+        own = SlotTables.row_numbers(most_entries, most_entries)
         self._own, self._num_layers, self._device = own, num_layers, device
         self._rows = torch.zeros(  # [N + 1, all numbers of a slot]
             num_slots + 1, own + 2 * padded(num_layers), dtype=torch.int32, device=device.torch_device
@@ -69,10 +67,7 @@ class KernelTables:
         """An empty slot's on the host: [1, all numbers of a slot] int32."""
         row = torch.zeros(1, self._rows.shape[1], dtype=torch.int32)
         slot, *_ = self._views(row)
-        slot.first_token.fill_(-1)
-        slot.log_remainder.fill_(-math.inf)
-        slot.entry_tokens.fill_(1)
-        slot.map_rank.fill_(1)
+        slot.mark_empty()
         return row
 
     def _views(self, rows: Tensor) -> tuple[SlotTables, Tensor, Tensor]:

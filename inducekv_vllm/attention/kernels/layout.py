@@ -88,14 +88,17 @@ class SlotTables:
 
         Entries have 1 token and 1 map row.
         """
-        columns = cls.columns(entries, maps)
-        size = (slots + 1, sum(map(padded, columns.values())))
+        size = slots + 1, cls.row_numbers(entries, maps)
         tables = cls.of_rows(torch.zeros(size, dtype=torch.int32, device=device), entries, maps)
-        tables.first_token.fill_(-1)
-        tables.log_remainder.fill_(-math.inf)
-        for ones in (tables.entry_tokens, tables.map_rank):
-            ones.fill_(1)
+        tables.mark_empty()
         return tables
+
+    def mark_empty(self) -> None:
+        """Let slots whose numbers are all 0 be empty."""
+        self.first_token.fill_(-1)
+        self.log_remainder.fill_(-math.inf)
+        self.entry_tokens.fill_(1)
+        self.map_rank.fill_(1)
 
     def copy(self) -> SlotTables:
         """The same in rows of their own."""
@@ -113,16 +116,18 @@ class SlotTables:
         return {field.name: terms.get(field.name, 1) for field in fields(cls)}
 
     @classmethod
+    def row_numbers(cls, entries: int, maps: int) -> int:
+        """The numbers of a slot, with what aligns its tables."""
+        return sum(map(padded, cls.columns(entries, maps).values()))
+
+    @classmethod
     def of_rows(cls, rows: Tensor, entries: int, maps: int) -> SlotTables:
-        """Views of rows [any number, at least the sum of `columns`, padded] int32, one for each slot."""
-        views = views_of(rows, cls.columns(entries, maps).values())
-        named = dict(zip(cls.columns(entries, maps), views, strict=True))
-        return cls(
-            **{
-                name: view if name in INTEGERS else view.view(torch.float32)
-                for name, view in ((name, view.squeeze(1) if name in COLUMNS else view) for name, view in named.items())
-            }
-        )
+        """Views of rows [any number, at least `row_numbers`] int32, one for each slot."""
+        columns = cls.columns(entries, maps)
+        views = dict(zip(columns, views_of(rows, columns.values()), strict=True))
+        views |= {name: views[name].squeeze(1) for name in COLUMNS}
+        floats = {name: view.view(torch.float32) for name, view in views.items() if name not in INTEGERS}
+        return cls(**views | floats)
 
 
 def padded(numbers: int) -> int:

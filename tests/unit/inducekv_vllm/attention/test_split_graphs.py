@@ -56,7 +56,7 @@ class Engine:
         )
         of_row = np.array(slots, dtype=np.int32)
         found = MemoryRows(of_row, step.lengths[: len(slots)] * (of_row > 0), maps=True, merged=True)
-        self.buffers.write(rows, found)
+        self.buffers.write(rows, found, GraphKind.EVERY)
         graph, there, result = self.graphs[rows], step.to(DEVICE), output.clone().to(DEVICE)
         rest = (there.self_lse, SCALE, graph.shape)
         launch.add_memory(there.pool, there.tables, graph.tensors, there.query, result, *rest)
