@@ -63,6 +63,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=100, help="of a training (%(default)s)")
     parser.add_argument("--rate", type=float, default=0.1, help="of a memory's training (%(default)s)")
     parser.add_argument("--held-out", type=int, default=30, help="questions of each group (%(default)s)")
+    parser.add_argument("--times", type=int, default=1, help="as many sentences of a piece to train on (%(default)s)")
     return parser
 
 
@@ -74,7 +75,8 @@ class Compared:
         self.backbone = Backbone.load(model_folder())
         self.scorer = Scorer(self.backbone, batch_size=8)
         self.token_ids = tokens_of(self.backbone, document)
-        self.settings = DocumentSettings(**TRAINED, form="merged", start="first", learning_rate=options.rate)
+        trained = {kind: number if kind == "asked" else number * options.times for kind, number in TRAINED.items()}
+        self.settings = DocumentSettings(**trained, form="merged", start="first", learning_rate=options.rate)
         self.pieces = pieces_of(self.backbone, document, self.settings)
         options.work.mkdir(parents=True, exist_ok=True)
         self.studied = self._studied(self.settings)
@@ -109,6 +111,7 @@ class Compared:
             "tokens": len(self.token_ids),
             "pieces": len(self.pieces),
             "training questions": len(self.training),
+            "times": self.options.times,
             "steps": self.options.steps,
             SECONDS: self._read(SECONDS),
             "machine": describe_machine(),

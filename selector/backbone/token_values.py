@@ -23,11 +23,13 @@ from inducekv_vllm.gate import TurnMarks, deciding_tokens, ends_clause, last_ave
 from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
+from ..runtime.progress import track
 from .facts import fact_reader
 from .loading import value_projection
 from .model import Backbone, Inputs, attention_named
 
 WORTH_IT: Final = 8  # tokens
+READING: Final = "Reading the gate's questions"
 USUAL: Final = "sdpa"  # attention of transformers, which knows what a prompt has begun with
 
 
@@ -87,6 +89,7 @@ def asked_texts(
     clause_ends: Collection[int],
     *,
     batch_tokens: int = 2048,
+    progress: bool = False,
 ) -> AskedTexts:
     """Other arguments as of `token_values`. What most prompts of a model for text begin with is computed once.
 
@@ -101,7 +104,8 @@ def asked_texts(
     for same in (True, False):
         chosen = [row for row in range(len(ids)) if texts[row] and _begins(ids[row], texts[row], begun) == same]
         skipped = begun.length if begun is not None and same else 0
-        for batch in _batches([len(ids[row]) - skipped for row in chosen], batch_tokens):
+        batches = _batches([len(ids[row]) - skipped for row in chosen], batch_tokens)
+        for batch in track(batches, READING, progress):
             rows = [chosen[at] for at in batch]
             inputs = backbone.collate([encoded[row] for row in rows])
             after = begun if same else None
@@ -177,6 +181,7 @@ def token_values(
     *,
     dtype: torch.dtype = torch.float32,
     batch_tokens: int = 2048,
+    progress: bool = False,
 ) -> list[Tensor]:
     """The values [t, S, F] of each prompt, the last layer averaged.
 
@@ -188,7 +193,7 @@ def token_values(
     placeholders = placeholder_ids(backbone.model.config)
     lengths = [inputs["input_ids"].shape[1] for inputs in encoded]
     found: list[Tensor] = [torch.empty(0)] * len(encoded)
-    for rows in _batches(lengths, batch_tokens):
+    for rows in track(_batches(lengths, batch_tokens), READING, progress):
         values = _values(backbone, backbone.collate([encoded[row] for row in rows]), layers)  # [n, T, S, F]
         for row, of_prompt in zip(rows, values, strict=True):
             ids = encoded[row]["input_ids"][0].tolist()

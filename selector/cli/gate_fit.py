@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inducekv_vllm.bundle import Gate, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
@@ -51,10 +51,11 @@ def gate_fit(options: argparse.Namespace) -> int:
     backbone = load_backbone(options.model, options.device)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
     misses, seed = settings.gate_misses, settings.seed
-    known = {"background": background, "near_misses": near_misses}
+    known: dict[str, Any] = {"background": background, "near_misses": near_misses}
     if traffic is None:
         kind = settings.gate_kind or kind_of(gate)
-        fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, layers=gate.layers)
+        known["layers"] = gate.layers
+        fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, progress=True)
     else:
         fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed)
     traffic_count = {} if traffic is None else {"traffic_requests": len(traffic)}

@@ -63,19 +63,19 @@ def self_study(
         name = f"study-{first}"
         found = _read(checkpoint, name, title)
         if found is None:
-            found = _study(backbone, chunks[first : first + AT_ONCE], title, first, settings)
+            found = _study(backbone, chunks[first : first + AT_ONCE], title, first, settings, progress)
             _write(checkpoint, name, found)
         studied |= {each.example.source_digest: each for each in found}
     return list(studied.values())
 
 
 def _study(
-    backbone: Backbone, chunks: Sequence[str], title: str, first: int, settings: DocumentSettings
+    backbone: Backbone, chunks: Sequence[str], title: str, first: int, settings: DocumentSettings, progress: bool
 ) -> list[Studied]:
     """Ask about some pieces, answer, and keep what the teacher says. `first`: the number of the first piece."""
     rng = Random(f"document {settings.seed} {first}")
-    asked = _asked(backbone, chunks, title, settings, rng)
-    answered = _answered(backbone, chunks, asked, settings.answer_tokens, rng)
+    asked = _asked(backbone, chunks, title, settings, rng, progress)
+    answered = _answered(backbone, chunks, asked, settings.answer_tokens, rng, progress)
     scorer = Scorer(backbone, batch_size=2 * settings.batch_size)
     studied = []
     for at, chunk in enumerate(chunks):
@@ -95,7 +95,7 @@ def _study(
 
 
 def _asked(
-    backbone: Backbone, chunks: Sequence[str], title: str, settings: DocumentSettings, rng: Random
+    backbone: Backbone, chunks: Sequence[str], title: str, settings: DocumentSettings, rng: Random, progress: bool
 ) -> list[list[MadeQuestion]]:
     """What the model asks about each piece, and summaries: without their answers."""
     places = [(at, kind) for at in range(len(chunks)) for kind in ASKED for _ in range(settings.asked)]
@@ -109,7 +109,8 @@ def _asked(
         for at, kind in places
     ]
     found: list[dict[str, MadeQuestion]] = [{} for _ in chunks]
-    for (at, kind), said in zip(places, _sampled(backbone, prompts, ASKED_TOKENS, rng), strict=True):
+    all_said = _sampled(backbone, prompts, ASKED_TOKENS, rng, "Asking", progress)
+    for (at, kind), said in zip(places, all_said, strict=True):
         text = question_in(said)
         if text is not None and text not in SHOWN.values():
             found[at][text] = MadeQuestion(kind, text, "")
@@ -120,13 +121,19 @@ def _asked(
 
 
 def _answered(
-    backbone: Backbone, chunks: Sequence[str], asked: Sequence[Sequence[MadeQuestion]], tokens: int, rng: Random
+    backbone: Backbone,
+    chunks: Sequence[str],
+    asked: Sequence[Sequence[MadeQuestion]],
+    tokens: int,
+    rng: Random,
+    progress: bool,
 ) -> list[list[MadeQuestion]]:
     """With the answers of the model, which has the piece in its context; without those that are empty."""
     places = [(at, question) for at, of_chunk in enumerate(asked) for question in of_chunk]
     prompts = [_prompt(backbone, message("user", f"{chunks[at]}\n\n{each.text}")) for at, each in places]
     answered: list[list[MadeQuestion]] = [[] for _ in chunks]
-    for (at, each), said in zip(places, _sampled(backbone, prompts, tokens, rng), strict=True):
+    all_said = _sampled(backbone, prompts, tokens, rng, "Answering", progress)
+    for (at, each), said in zip(places, all_said, strict=True):
         if said.strip():
             answered[at].append(replace(each, answer=said.strip()))
     return answered
@@ -137,10 +144,12 @@ def _prompt(backbone: Backbone, *messages: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _sampled(backbone: Backbone, prompts: Sequence[Any], tokens: int, rng: Random) -> list[str]:
+def _sampled(
+    backbone: Backbone, prompts: Sequence[Any], tokens: int, rng: Random, title: str, progress: bool
+) -> list[str]:
     """What the model says to each prompt."""
     said: list[str] = []
-    for start in range(0, len(prompts), SAMPLED):
+    for start in track(range(0, len(prompts), SAMPLED), title, progress):
         batch = backbone.collate(prompts[start : start + SAMPLED], side="left")
         with torch.random.fork_rng():
             torch.manual_seed(rng.getrandbits(32))

@@ -85,7 +85,7 @@ def update_document(
         studied = self_study(backbone, chunks, document.name, settings, checkpoint, progress=progress)
         training, validation = divided(studied, settings.seed)
     with phases.phase("gate"):
-        fitted = gate_of(backbone, document, settings, studied, inputs)
+        fitted = gate_of(backbone, document, settings, studied, inputs, progress=progress)
     with phases.phase("train"), tiled_attention(backbone):
         begun = candidates(backbone, token_ids, training, validation, settings, inputs.previous, checkpoint)
         found = best_of(begun, checkpoint, progress, callbacks)
@@ -248,7 +248,13 @@ def _steps_in(minutes: float, begun: Sequence[Candidate], steps: int, checkpoint
 
 
 def gate_of(
-    backbone: Backbone, document: Document, settings: DocumentSettings, studied: Sequence[Studied], inputs: TaskInputs
+    backbone: Backbone,
+    document: Document,
+    settings: DocumentSettings,
+    studied: Sequence[Studied],
+    inputs: TaskInputs,
+    *,
+    progress: bool = False,
 ) -> FittedGate:
     """Fitted to the questions of the self-study. Raises ConfigError, TaskDataError: see `fit_gate`."""
     asked = [each.example for each in studied if each.kind != "continuation"]
@@ -258,6 +264,7 @@ def gate_of(
         inputs.base,
         background=inputs.background,
         near_misses=inputs.near_misses,
+        progress=progress,
         **fit_options(settings),
     )
 

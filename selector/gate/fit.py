@@ -68,6 +68,7 @@ def fit_gate(
     seed: int = 0,
     kind: Kind | None = None,
     layers: tuple[int, ...] | None = None,
+    progress: bool = False,
 ) -> FittedGate:
     """A gate that tells the questions of C tasks from each other and from everything else; answers are not used.
 
@@ -106,7 +107,7 @@ def fit_gate(
     began = time.monotonic()
     if by_classifiers:
         clause_ends = clause_ends_of(backbone)
-        seen_by_them = seen(backbone, questions, layers, clause_ends)
+        seen_by_them = seen(backbone, questions, layers, clause_ends, progress=progress)
         looked = time.monotonic()
         gate, prices, warnings, allowed = classified_gate(
             seen_by_them, questions, torch.tensor(labels), tasks, LooksAt(layers, marks, clause_ends), misses
@@ -116,7 +117,8 @@ def fit_gate(
             for task in tasks_in_one_form(own)
         )
     else:
-        values = token_values(backbone, encode_questions(backbone, questions), layers, marks, dtype=torch.float16)
+        encoded = encode_questions(backbone, questions)
+        values = token_values(backbone, encoded, layers, marks, dtype=torch.float16, progress=progress)
         looked = time.monotonic()
         gate, prices = _prototype_gate(values, questions, labels, tasks, layers, marks, allowed, seed)
     seconds = {"features": looked - began, "training": time.monotonic() - looked}
@@ -162,10 +164,18 @@ def tasks_in_one_form(own: Mapping[str, Sequence[Example]]) -> Iterator[str]:
             yield task
 
 
-def seen(backbone: Backbone, questions: Sequence[GateQuestion], layers: tuple[int, ...], clause_ends: Tensor) -> Seen:
+def seen(
+    backbone: Backbone,
+    questions: Sequence[GateQuestion],
+    layers: tuple[int, ...],
+    clause_ends: Tensor,
+    *,
+    progress: bool = False,
+) -> Seen:
     """What classifiers see of n questions; one without text has the mean of those with some."""
     encoded = encode_questions(backbone, questions)
-    asked = asked_texts(backbone, encoded, layers, turn_marks(backbone.processor), frozenset(clause_ends.tolist()))
+    marks, ends = turn_marks(backbone.processor), frozenset(clause_ends.tolist())
+    asked = asked_texts(backbone, encoded, layers, marks, ends, progress=progress)
     usual: Tensor = torch.stack([means[0] for means in asked.means if means is not None]).mean(dim=0)
     return Seen.of([usual[None] if means is None else means for means in asked.means], asked.texts)
 

@@ -76,6 +76,7 @@ def update_refined(
             inputs.base,
             background=inputs.background,
             near_misses=inputs.near_misses,
+            progress=progress,
             **fit_options(settings),
         )
     counts = {"anchors": len(inputs.anchors), **fitted.recorded(inputs.base, inputs.background, inputs.near_misses)}

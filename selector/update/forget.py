@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from inducekv_vllm.bundle import Bundle, Gate, Record
 from inducekv_vllm.errors import BundleError, ConfigError
@@ -120,7 +120,7 @@ def refitted_gate(
         if not examples:
             raise ConfigError(f"the gate cannot be fitted again: there are no anchors of the task {task!r}")
         own[task] = examples
-    known = {"background": background, "near_misses": near_misses}
+    known: dict[str, Any] = {"background": background, "near_misses": near_misses}
     check_questions(own, base=base, **known)
     misses, seed = metadata.settings.get("gate_misses"), int(metadata.settings.get("seed", 0))
     kind, layers = kind_of(bundle.gate), bundle.gate.layers

@@ -110,7 +110,12 @@ def test_what_was_taught_is_nearer_to_the_teacher(taught: selector.Taught) -> No
 
 
 def test_the_command_writes_the_same_and_resumes(
-    folder: Path, file: Path, taught: selector.Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    file: Path,
+    taught: selector.Taught,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Killed after the study, which is kept on disk: the tensors of an uninterrupted run, to the bit."""
     output = tmp_path / "valves.safetensors"
@@ -125,6 +130,8 @@ def test_the_command_writes_the_same_and_resumes(
 
     monkeypatch.setattr(Checkpoint, "write", killed)
     assert main(command) == 2
+    progress = capsys.readouterr().err
+    assert all(f"\n{title}: 1 of " in progress for title in ("Asking", "Answering", "Reading the gate's questions"))
     monkeypatch.setattr(Checkpoint, "write", write)
     monkeypatch.setattr("selector.document.study._study", None)  # nothing is studied again
     assert main(command) == 0
