@@ -65,6 +65,8 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "idefics3": {"text_config": {"model_type": "llama", "pad_token_id": 0}},
     "granite4_vision": {"text_config": {"model_type": "granite"}},
 }
+# By model type, a setting that vLLM's class cannot be made without, and that transformers' does not write.
+READ_BY_VLLM: Final = {"nemotron_h_omni": "norm_mean"}
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def _of_recipe(recipe: Mapping[str, Any], rows: Mapping[str, Row]) -> Row:
     architecture, settings = recipe["architecture"], recipe.get("settings")
     if settings is None and architecture in rows:
         return rows[architecture]
-    return _judged(architecture, settings)
+    return _judged(architecture, settings, recipe.get("model_type"))
 
 
 def _known_to_both() -> dict[str, str]:
@@ -134,8 +136,9 @@ def _known_to_transformers() -> frozenset[str]:
     return frozenset(itertools.chain.from_iterable((each,) if isinstance(each, str) else each for each in names))
 
 
-def _judged(architecture: str, settings: Mapping[str, Any] | None = None) -> Row:
-    if (model_type := _known_to_both().get(architecture)) is None:
+def _judged(architecture: str, settings: Mapping[str, Any] | None = None, model_type: str | None = None) -> Row:
+    """By `model_type`, a published checkpoint is transformers', whatever architecture it names."""
+    if (model_type := model_type or _known_to_both().get(architecture)) is None:
         unknown = ["transformers"] if architecture not in _known_to_transformers() else []
         unknown += ["vLLM"] if architecture not in registry._VLLM_MODELS else []
         return Row(architecture, "not judged", f"not known to {' and '.join(unknown)}")
@@ -199,6 +202,8 @@ def _served(config: PretrainedConfig) -> None:
             ).create_engine_config()
         except Exception as error:
             raise NotJudged(f"vLLM refuses the configuration ({summary(error).replace(folder, 'it')})") from error
+    if (name := READ_BY_VLLM.get(config.model_type)) is not None and not hasattr(config, name):
+        raise NotJudged(f"transformers' configuration has no {name}, which vLLM reads")
     check_engine(engine)
     model, text = engine.model_config, config.get_text_config(decoder=True)
     found = model.get_num_layers(engine.parallel_config)
