@@ -6,13 +6,14 @@ The next server serves what was acknowledged last.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,9 +26,10 @@ from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.bundle import read_bundle, write_bundle
 from tests.bundles import remade
 from tests.engine.parity import TOLERANCE, World, make_world, text_prompts
-from tests.nightly.test_families_over_http import EVERY, OPTIONS
 from tests.server.http import Bundles, ask, deviation, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS, process_of
+from tests.tiny_families import LATENT_FAMILIES, ON_CPUS
+from tests.tiny_hybrids import save_lfm2
 
 pytestmark = pytest.mark.slow
 NAMES = ("first", "second", "other")
@@ -78,14 +80,18 @@ def test_what_was_acknowledged_last_is_served_again(world: World, tmp_path: Path
     killed_while_swapping(world, tmp_path, victim, seed)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "deepseek-v3"])
-def test_of_a_hybrid_and_of_latents(family: str, tmp_path: Path) -> None:
-    """An answer with the memory that the next server finds is transformers'."""
-    world = make_world(EVERY[family](tmp_path / "model"), tmp_path, make_prompts=text_prompts)
-    killed_while_swapping(world, tmp_path, "EngineCore", 0, OPTIONS[family])
+@pytest.mark.parametrize(
+    ("save", "options"),
+    [(save_lfm2, ()), (LATENT_FAMILIES["deepseek-v3"], ("--attention-backend", ON_CPUS["attention_backend"]))],
+)
+def test_of_a_hybrid_and_of_latents(save: Callable[[Path], Path], options: tuple[str, ...], tmp_path: Path) -> None:
+    world = make_world(save(tmp_path / "model"), tmp_path, make_prompts=text_prompts)
+    options += ("--compilation-config", json.dumps(ON_CPUS["compilation_config"]))
+    killed_while_swapping(world, tmp_path, "EngineCore", 0, options)
 
 
 def killed_while_swapping(world: World, tmp_path: Path, victim: str, seed: int, options: Sequence[str] = ()) -> None:
+    """An answer of the next server, with the memory that it finds, is transformers'."""
     state, log = tmp_path / "state", tmp_path / "first.log"
     flags = [*arguments(world, state), *options]
     with serving(flags, log, ENVIRONMENT) as url:
