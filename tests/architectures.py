@@ -250,7 +250,7 @@ def tables() -> dict[str, str]:
 
 
 def _tested(recipe: Mapping[str, Any], row: Row) -> str:
-    """ "yes", or what of it was, if the tiny model has not all that the published one has."""
+    """What of a recipe's model was tested: "yes", unless the tiny one has not all that the published one has."""
     return str(recipe.get("tested", "yes")) if row.is_tested else ""
 
 
