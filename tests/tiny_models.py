@@ -247,6 +247,10 @@ def save_random(make_model: Callable[[Any], Any], config: Any, processor: Any, f
         for parameter in model.parameters():
             if parameter.ndim > 1:  # matrices and convolutions; norms and biases keep their values
                 parameter.normal_(0.0, 1.5 / parameter[0].numel() ** 0.5)
+        for name, weight in model.state_dict().items():
+            # By it experts are chosen. With Laguna's, vLLM 0.32 is 1.8e-3 off without any memory.
+            if name.endswith("e_score_correction_bias") and weight.ndim == 1 and config.model_type != "laguna":
+                weight.normal_(0.0, 0.1)
     model.generation_config = GenerationConfig(
         eos_token_id=config.get_text_config().eos_token_id, pad_token_id=config.get_text_config().pad_token_id
     )

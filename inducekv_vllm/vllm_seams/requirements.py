@@ -189,6 +189,30 @@ def check_cpu_rotation(model: nn.Module) -> None:
             )
 
 
+def check_cpu_experts(model: nn.Module) -> None:
+    """Refuse experts that vLLM's router for CPUs chooses wrongly, or ends the engine with at the first request.
+
+    Raises:
+        UnsupportedModel: names the layer, and what is missing.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    for name, layer in model.named_modules():
+        router = getattr(layer, "router", None)
+        if not isinstance(router, CPURouter) or router.use_grouped_topk or router.custom_routing_function is not None:
+            continue
+        if router.scoring_func == "sigmoid":
+            raise UnsupportedModel(
+                f"{name}: vLLM's router of experts on CPUs has no sigmoid without groups, and its first request would "
+                "end the engine: serve this model on a GPU"
+            )
+        if router.scoring_func == "softmax" and router.e_score_correction_bias is not None:
+            raise UnsupportedModel(
+                f"{name}: vLLM's router of experts on CPUs leaves their bias out, with memory and without: serve this "
+                "model on a GPU"
+            )
+
+
 def check_gpu_runner(config: VllmConfig) -> None:
     """Refuse a GPU without Triton, and a model runner that vLLM falls back to although nobody has asked for it.
 

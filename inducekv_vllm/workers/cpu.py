@@ -8,7 +8,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
-from ..vllm_seams.requirements import check_cpu_rotation, check_cpu_states, check_cpu_weights, groups_adapters
+from ..vllm_seams.requirements import (
+    check_cpu_experts,
+    check_cpu_rotation,
+    check_cpu_states,
+    check_cpu_weights,
+    groups_adapters,
+)
 from . import cpu_lora
 from .memory_worker import MemoryWorker
 
@@ -23,6 +29,7 @@ class InduceKVCPUWorker(MemoryWorker, CPUWorker):
         super().load_model(*args, **kwargs)
         check_cpu_weights(self.get_model())
         check_cpu_rotation(self.get_model())
+        check_cpu_experts(self.get_model())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         check_cpu_states(kv_cache_config, self.vllm_config)

@@ -198,6 +198,11 @@ def require_trainable_attention(network: Any, name: str) -> None:
             f"{name}: every layer has a sliding window, of {text.sliding_window} tokens: "
             "a relevance gate looks at layers that keep all of a prompt"
         )
+    if is_latent(text) and has_states(network):  # Kimi-Linear
+        raise UnsupportedModel(
+            f"{name}: memory needs latent attention (MLA) in every layer: vLLM has the delta attention (KDA) of the "
+            "others on GPUs alone, and memory beside it was never tried"
+        )
     for attention in attention_layers(network):
         if is_latent(text):
             _require_latents(attention, name)

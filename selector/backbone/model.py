@@ -217,12 +217,20 @@ class Backbone:
                 inputs = self.processor(**options, images=list(images) or None)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise TaskDataError(f"the model's processor refuses the messages: {error}") from error
-        if places and (kinds := inputs.get("token_type_ids")) is not None and bool(kinds.any()):
+        if places and self._sees_pictures_whole(inputs):
             raise TaskDataError(
                 f"the tokens of a picture see each other in {type(self.model).__name__}, which memory's attention does "
                 "not have: text alone can be taught"
             )
         return {name: self._as_read(value) for name, value in inputs.items()}
+
+    def _sees_pictures_whole(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether the tokens of a picture see each other: Gemma 3's, and those of Gemma 4's larger models."""
+        text = self.model.config.get_text_config(decoder=True)
+        kinds = inputs.get("token_type_ids")
+        return getattr(text, "use_bidirectional_attention", None) == "vision" or (
+            kinds is not None and bool(kinds.any())
+        )
 
     def _as_read(self, value: Tensor) -> Tensor:
         """An input on the model's device, and in its precision if the processor's is lower (Llama 4's pictures)."""

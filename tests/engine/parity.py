@@ -410,6 +410,33 @@ class MemoryEngine:
             assert weights.keys() == reference.keys()
             np.testing.assert_allclose(list(weights.values()), [reference[i] for i in weights], rtol=0, atol=TOLERANCE)
 
+    def abort_two(self, questions: Sequence[Prompt], name: str) -> None:
+        """Ask, and end two of the requests: one that has not answered yet, and one that has some of its tokens."""
+        llm_engine, ended = self.offline.llm.llm_engine, list[str]()
+        step, scheduler = llm_engine.step, llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+        def step_and_abort() -> Any:
+            outputs = step()
+            for request in scheduler.running:
+                if len(ended) == request.num_output_tokens // 3 < 2:  # 0: of the prompt, a part
+                    llm_engine.abort_request([request.request_id], internal=True)
+                    ended.append(request.request_id)
+                    break
+            return outputs
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm_engine, "step", step_and_abort)
+            with pytest.raises(ValueError, match="zip"):  # two have no answer
+                self.chat(questions, [name] * len(questions), greedy())
+        assert len(ended) == 2
+
+    def stats(self) -> dict[str, Any]:
+        """Of the worker, after a step in which it hears of finished requests."""
+        for _ in range(2):
+            self.chat(text_prompts(1, 9), [None], greedy(max_tokens=2))
+        stats: dict[str, Any] = self.offline.llm.collective_rpc("inducekv_stats")[0]
+        return stats
+
     @contextmanager
     def gated(
         self, questions: Sequence[Prompt], tasks: Sequence[str | None], *, by_classifiers: bool = False, **changes: Any

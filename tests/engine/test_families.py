@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.one_group import one_group
 from tests.engine.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -25,7 +27,15 @@ from tests.engine.parity import (
     served_logprobs,
     text_prompts,
 )
-from tests.tiny_families import DECOUPLED_ALONE, FAMILIES, PICTURE_FAMILIES, TESTED, THROUGH_TRANSFORMERS, small_timm
+from tests.tiny_families import (
+    DECOUPLED_ALONE,
+    FAMILIES,
+    PICTURE_FAMILIES,
+    ROUTED_WITH_BIAS,
+    TESTED,
+    THROUGH_TRANSFORMERS,
+    small_timm,
+)
 
 WIDE = (48, 96)  # pixels: more than one tile or patch where a family cuts pictures up
 IN_EVERY_RUN = ("qwen3-moe",)  # test_parity.py has two multimodal families, test_facts.py a Llama
@@ -52,7 +62,8 @@ def test_parity(family: str, tmp_path: Path) -> None:
     world = make_world(model, tmp_path, make_prompts=make_prompts, with_merged=bool(merged))
     options = {"enforce_eager": True, "max_num_batched_tokens": 64, "block_size": 32}
     environment = {} if family in THROUGH_TRANSFORMERS else FEWER_PROCESSES
-    with engine(world.model, environment=environment, **options) as llm:
+    routing = one_group() if family in ROUTED_WITH_BIAS else nullcontext()
+    with routing, engine(world.model, environment=environment, **options) as llm:
         served = MemoryEngine(world, llm)
         questions, names = make_prompts(4, 1), (None, *merged, "first", "second", "other")
         # All in one batch: each question with every memory.

@@ -116,13 +116,6 @@ class Served(MemoryEngine):
     def length_of(self, prompt: Prompt) -> int:
         return int(self.world.backbone.encode(prompt.chat_messages, [])["input_ids"].shape[1])
 
-    def stats(self) -> dict[str, Any]:
-        """Of the worker, after a step in which it hears of finished requests."""
-        for _ in range(2):
-            self.chat(text_prompts(1, 9), [None], greedy(max_tokens=2))
-        stats: dict[str, Any] = self.offline.llm.collective_rpc("inducekv_stats")[0]
-        return stats
-
     def forget(self) -> None:
         """What was decided, and the prefix cache."""
         self.scheduler.known.clear()
@@ -289,29 +282,12 @@ def test_merged_memory_is_refused(served: Served, tmp_path: Path) -> None:
         served.world.backbone.require_full_attention()
 
 
-def test_aborted_requests_leave_no_state_behind(
-    served: Served, family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aborted_requests_leave_no_state_behind(served: Served, family: Family) -> None:
     """Undecided, or while it answers; requests beside it go on."""
     served.forget()
-    questions, llm_engine = questions_of(family, 5), served.offline.llm.llm_engine
-    step, ended = llm_engine.step, list[str]()
-
-    def step_and_abort() -> Any:
-        outputs = step()
-        for request in served.scheduler.running:
-            if len(ended) == request.num_output_tokens // 3 < 2:  # 0: of the prompt, a part
-                llm_engine.abort_request([request.request_id], internal=True)
-                ended.append(request.request_id)
-                break
-        return outputs
-
+    questions = questions_of(family, 5)
     with served.gated(questions, TASKS):
-        with monkeypatch.context() as patch:
-            patch.setattr(llm_engine, "step", step_and_abort)
-            with pytest.raises(ValueError, match="zip"):  # two have no answer
-                served.chat(questions, ["gated"] * 4, greedy())
-        assert len(ended) == 2
+        served.abort_two(questions, "gated")
         served.check(questions, ["gated"] * 4)
         served.check(questions, [None] * 4)
     stats = served.stats()

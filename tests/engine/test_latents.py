@@ -106,6 +106,16 @@ def test_classifiers(served: MemoryEngine) -> None:
         served.check(questions, ["gated"] * 3)
 
 
+def test_aborted_requests_leave_nothing_behind(served: MemoryEngine) -> None:
+    questions, tasks = asked(served, 4, 6), ["a", None, "b", "a"]
+    with served.gated(questions, tasks):
+        served.abort_two(questions, "gated")
+        served.check(questions, ["gated"] * 4)
+        served.check(questions, [None] * 4)
+    stats = served.stats()
+    assert (stats["slots_used"], stats["requests_known"]) == (0, 0)
+
+
 def test_merged_memory_is_refused(served: MemoryEngine, tmp_path: Path) -> None:
     write_bundle(served.world.merged["prior"], tmp_path / "merged.safetensors")
     with pytest.raises(UnsupportedModel, match=r"merged memory cannot be served: .* latent attention \(MLA\)"):

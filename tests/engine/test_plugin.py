@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm import triton_utils
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -38,6 +39,7 @@ from inducekv_vllm.protocol import (
 )
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.vllm_seams.requirements import (
+    check_cpu_experts,
     check_cpu_states,
     check_engine,
     check_gpu_runner,
@@ -188,6 +190,27 @@ def test_drafts_of_hybrids_are_refused_on_cpus() -> None:
     engine.speculative_config = SimpleNamespace(method="mtp")
     with pytest.raises(UnsupportedModel, match="wrongly on CPUs with speculative decoding of a hybrid"):
         check_cpu_states(cache, engine)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "message"),
+    [("sigmoid", "no sigmoid without groups.* would end the engine"), ("softmax", "leaves their bias out")],
+)
+def test_experts_that_vllm_chooses_wrongly_on_cpus_are_refused(scoring: str, message: str) -> None:
+    """MiniMax-M2's and Laguna's, ERNIE's."""
+    layer, bias = torch.nn.Identity(), torch.zeros(4)
+    layer.router = CPURouter(2, 4, scoring_func=scoring, e_score_correction_bias=bias)
+    model = torch.nn.ModuleDict({"experts": layer})
+    with pytest.raises(UnsupportedModel, match=f"experts: .*{message}"):
+        check_cpu_experts(model)
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    bias[3] = 9.0  # which would choose the last one
+    with pytest.raises(AssertionError) if scoring == "sigmoid" else nullcontext():  # what is refused is so
+        _, chosen = layer.router.select_experts(logits, logits)
+        assert sorted(chosen[0].tolist()) == [0, 1]
+    layer.router = CPURouter(*(2, 4, True, 1, 1), scoring_func=scoring, e_score_correction_bias=bias)
+    check_cpu_experts(model)
+    assert 3 in layer.router.select_experts(logits, logits)[1]
 
 
 def test_kernels_that_are_the_same_in_every_batch_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ Gemma 2 has a soft cap on its logits, too, and gpt-oss sinks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from tests.engine.parity import (
     served_logprobs,
 )
 from tests.gates import small_fits
-from tests.tiny_families import TEXT_SIZES, save_gemma3, save_text
+from tests.tiny_families import TEXT_SIZES, save_gemma3, save_gemma4, save_text
 
 WINDOW = 16  # tokens; the questions have two to five times as many
 ALTERNATING = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]  # vLLM's gpt-oss takes no others
@@ -102,9 +104,10 @@ def test_what_is_taught_is_served(config: type[Any], settings: dict[str, Any], t
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="vLLM 0.32 on CPUs does not let the tokens of a picture see each other")
-def test_gemma_3_with_pictures_without_memory(tmp_path: Path) -> None:
-    """Without any memory: once vLLM agrees with transformers, the selector need not refuse its pictures."""
-    backbone = Backbone.load(save_gemma3(tmp_path / "model"))
+@pytest.mark.parametrize("save", [save_gemma3, partial(save_gemma4, use_bidirectional_attention="vision")])
+def test_pictures_whose_tokens_see_each_other(save: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Gemma 3 and 4 without any memory: once vLLM agrees with transformers, the selector need not refuse pictures."""
+    backbone = Backbone.load(save(tmp_path / "model"))
     options: dict[str, Any] = {"enforce_eager": True, "block_size": 32, "max_num_batched_tokens": 256}
     with engine(backbone.model.config.name_or_path, environment=FEWER_PROCESSES, **options) as llm:
         for asked in prompts(4, 1):

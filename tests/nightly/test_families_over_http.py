@@ -31,6 +31,7 @@ from tests.tiny_families import (
     LATENT_PICTURES,
     ON_CPUS,
     PICTURE_FAMILIES,
+    ROUTED_WITH_BIAS,
     TEXT_SIZES,
     THROUGH_TRANSFORMERS,
     save_text,
@@ -68,6 +69,7 @@ OPTIONS |= {
     )
     for family in LATENT_FAMILIES
 }
+OPTIONS |= dict.fromkeys(ROUTED_WITH_BIAS, ("--worker-cls", "tests.engine.one_group.OneGroupWorker"))
 WITH_PICTURES = (*PICTURE_FAMILIES, *LATENT_PICTURES)
 EVERY = FAMILIES | WITH_WINDOWS | LATENT_FAMILIES | HYBRIDS
 EXAMPLES = 16

@@ -19,6 +19,7 @@ from transformers import (
     DeepseekV2Config,
     Gemma2Config,
     GptOssConfig,
+    KimiLinearConfig,
     LagunaConfig,
     MiMoV2FlashConfig,
     MistralConfig,
@@ -212,6 +213,9 @@ FOUR_HEADS = {**FULL, "sliding_window": 16, "num_attention_heads_per_layer": [2,
 NARROW_VALUES = {**FULL, "sliding_window": 16, "v_head_dim": 16, "mlp_layer_types": ["dense"] * 2}
 LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
 
+KIMI = LATENT | {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense"] * 2}
+KIMI |= {"linear_head_dim": 32, "linear_num_heads": 2}
+
 
 @pytest.mark.parametrize(
     ("config", "settings", "reason"),
@@ -220,6 +224,7 @@ LATENT |= {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_t
         (Qwen3Config, INDEXED, "not trained in layers with indexed_attention"),
         (BloomConfig, {}, "transformers has the attention of bloom in a form of its own"),
         (LagunaConfig, FOUR_HEADS, "same heads, found 2 heads and 2 KV heads of 32 in layer 0, 4 heads and 2"),
+        (KimiLinearConfig, KIMI, r"latent attention \(MLA\) in every layer: .* delta attention \(KDA\)"),
         (MiMoV2FlashConfig, NARROW_VALUES, "by the configuration of 64 numbers a token, found 64 and 32 in layer 0"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example, read_task
 from tests.task_data import record, write_task
-from tests.tiny_families import PICTURE_FAMILIES, TEXT_FAMILIES, TEXT_SIZES, save_gemma3, save_text
+from tests.tiny_families import PICTURE_FAMILIES, TEXT_FAMILIES, TEXT_SIZES, save_gemma3, save_gemma4, save_text
 from tests.unit.selector.backbone.memories import decoupled_memory
 
 QUESTIONS = ("What colour is the circle?", "How many squares are there? Answer with one word.", "yes no 1 2 3")
@@ -139,11 +141,12 @@ def test_multimodal_models_train_on_pictures_and_on_text(
         torch.testing.assert_close(result.keys[number], backbone.retrieval_keys(prompt)[0], rtol=0, atol=1e-5)
 
 
-def test_pictures_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> None:
-    """Gemma 3: text alone is taught."""
-    backbone = Backbone.load(save_gemma3(tmp_path / "model"))
+@pytest.mark.parametrize("save", [save_gemma3, partial(save_gemma4, use_bidirectional_attention="vision")])
+def test_pictures_whose_tokens_see_each_other_are_refused(save: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Gemma 3, and Gemma 4's larger models: text alone is taught."""
+    backbone = Backbone.load(save(tmp_path / "model"))
     lines = [record(0, messages=[{"role": "user", "content": "How many?"}]), record(1)]
     text, picture = read_task(write_task(tmp_path, lines, num_pictures=2))
     assert len(backbone.encode_example(text)["input_ids"][0]) > 4
-    with pytest.raises(TaskDataError, match="the tokens of a picture see each other in Gemma3ForConditionalGeneration"):
+    with pytest.raises(TaskDataError, match=r"the tokens of a picture see each other in Gemma[34]For"):
         backbone.encode_example(picture)
