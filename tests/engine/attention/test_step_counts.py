@@ -18,8 +18,8 @@ from inducekv_vllm.attention.kernel_step import GraphKind
 from inducekv_vllm.attention.slots import ActingRows
 from inducekv_vllm.vllm_seams.device import CpuDevice, HostCopy
 from inducekv_vllm.vllm_seams.graphs import GraphSets
-from tests.engine.attention.test_kernel_memory import SCALE, SHAPE, World, rows_of, tensors
-from tests.engine.test_graph_sets import RunnerV1, RunnerV2
+from tests.engine.attention.memory_world import SCALE, SHAPE, World, rows_of, tensors
+from tests.engine.graph_runners import RunnerV1, RunnerV2
 from tests.unit.inducekv_vllm.attention.pools import full_attention
 
 DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
