@@ -142,7 +142,8 @@ class Inputs:
             [n, S + T, J, D] twice for merged memory, [n, S + 1, J, D] for decoupled.
         """
         pool, tables = self.sqrt.pools[layer], self.sqrt.tables
-        place = tables.token_index[self.slots].long()  # [n, S]
+        place = tables.token_index[self.slots].long()
+        place = place + torch.arange(place.shape[1], device=place.device)  # [n, S]
         scale = tables.key_scale[self.slots, :, None, None]  # [n, S, 1, 1]
         keys, values = (x[:, place].permute(1, 2, 0, 3) * scale.to(x.dtype) for x in (pool.keys, pool.values))
         values = values * pool.value_gate[1].to(values.dtype)

@@ -213,7 +213,7 @@ def build(
         alpha = torch.rand(slots, S, generator=rng, device=device) + 0.1
         tables.log_weight[1:] = (alpha / alpha.sum(1, keepdim=True)).log()
     tokens = place[:, None] * PAYLOAD_TOKENS + torch.arange(PAYLOAD_TOKENS, device=device)
-    tables.token_index[1:] = tokens.view(sets, S)[set_of_slot].int()
+    tables.token_index[1:] = (tokens.view(sets, S)[set_of_slot] - torch.arange(S, device=device)).int()
     tables.key_scale[1:] = tables.value_scale[1:] = 1.0
     tables.length[1:] = S
     tables.decoupled[1:] = int(case.form == "decoupled")

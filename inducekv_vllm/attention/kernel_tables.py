@@ -8,6 +8,7 @@ Shapes: see the package; N slots, k entries of a slot.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class KernelTables:
         slot, value_gate, bias = self._views(row)
         if memory.first_entry is not None and terms.are_neutral:
             slot.first_token.fill_(bundle.first_token + memory.first_entry * m)
-        slot.token_index[0, :k] = torch.from_numpy(bundle.first_token + memory.entries * m)
+        slot.token_index[0, :k] = torch.from_numpy(bundle.first_token + (memory.entries - np.arange(k)) * m)
         for name in ("log_weight", "key_scale", "value_scale"):
             getattr(slot, name)[0, :k] = torch.from_numpy(getattr(terms, name))
         slot.map_index[0, :k] = torch.from_numpy(bundle.first_map_row + memory.entries * r)

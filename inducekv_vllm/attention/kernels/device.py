@@ -79,6 +79,7 @@ def memory_tiles(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    INDIRECT_STAGES: tl.constexpr,
     MAPS: tl.constexpr,
     LSE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -93,7 +94,8 @@ def memory_tiles(
     Grid: (any number; J). Programs share out the tiles, or the items if SPLIT.
     """
     kv_head = tl.program_id(1)
-    for item in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+    # What is the same for every item is worked out again: kept in registers it would spill them.
+    for item in tl.range(tl.program_id(0), tl.load(count), tl.num_programs(0), num_stages=1, disable_licm=True):
         tile = item
         if SPLIT:
             tile = tl.load(work + item * 4)
@@ -175,6 +177,7 @@ def memory_tiles(
                 ZP=ZP,
                 BM=BM,
                 BN=BN,
+                INDIRECT_STAGES=INDIRECT_STAGES,
                 UPCAST=UPCAST,
                 PRECISION=PRECISION,
             )
@@ -362,6 +365,7 @@ def _attend(
     ZP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    INDIRECT_STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -373,12 +377,12 @@ def _attend(
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     read = tl.zeros([BM, VP], tl.float32)
-    for start in range(begin, end, BN):
+    for start in tl.range(begin, end, BN, num_stages=INDIRECT_STAGES):
         token = start + tl.arange(0, BN)
         there = token < end
         entry = token // tokens_each
         first = tl.load(token_index + entry, mask=there, other=0)
-        place = (first + token % tokens_each).to(tl.int64)
+        place = (first + token).to(tl.int64)
         inside = there[:, None] & (column < V)[None, :]
         k = tl.load((keys + place * keys_token)[:, None] + column[None, :], mask=inside, other=0.0)
         v = tl.load((values + place * values_token)[:, None] + column[None, :], mask=inside, other=0.0)

@@ -175,6 +175,8 @@ def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape
         "BM": shape.block_rows,
         "BN": shape.block_tokens,
         "BK": MAP_ROWS_AT_A_TIME,
+        # Keys are found by a read of their places, which takes as many stages as the read of the keys.
+        "INDIRECT_STAGES": shape.stages if shape.stages == 2 else 2 * shape.stages - 1,
         "MAPS": shape.maps,
         "LSE": shape.lse,
         "SPLIT": shape.split,

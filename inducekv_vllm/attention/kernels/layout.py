@@ -69,7 +69,8 @@ class SlotTables:
     # Place in the pool of the slot's first token, if all its tokens are adjacent and its terms neutral (key and value
     # scales of 1, log weights of 0): then the next four are not read. -1 if not.
     first_token: Tensor  # [N + 1] int32
-    token_index: Tensor  # [N + 1, K] int32, place of an entry's first token in the pool
+    # Place in the pool of an entry's first token, less the slot's tokens before it: token t of the slot lies t behind.
+    token_index: Tensor  # [N + 1, K] int32
     log_weight: Tensor  # [N + 1, K] float32, may be -inf
     key_scale: Tensor  # [N + 1, K] float32
     value_scale: Tensor  # [N + 1, K] float32

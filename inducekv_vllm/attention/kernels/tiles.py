@@ -16,8 +16,9 @@ IntArray = npt.NDArray[np.int32]
 SMALL_MEMORY = 512  # tokens; up to here one program reads all of a memory
 LEAST_ITEM = 128  # tokens; shorter work items cost more to merge than they save
 LEAST_LANES, MOST_LANES = 16, 128
-LEAST_TOKENS, MOST_TOKENS = 16, 128  # of a memory that a program reads at a time
-LOW_TILE = 32  # lanes; up to here a program waits for memory, and reads more of it at a time
+LEAST_TOKENS, MOST_TOKENS = 16, 64  # of a memory that a program reads at a time
+MOST_READS = 2  # of so many tokens each, that overlap
+LOW_TILE = 32  # lanes; tiles are not lowered further to have more of them
 LANES_OF_FOUR_WARPS = 64  # a tensor core instruction of four warps has as many rows
 MAP_OF_FOUR_WARPS = 512  # numbers of a map's row; wider ones spill 1 KiB of a thread's registers with four warps
 PROGRAMS_PER_PROCESSOR = 2
@@ -47,6 +48,7 @@ class LaunchShape:
     lse: bool  # slots may be merged
     warps: int
     stages: int  # of the software pipeline
+    least_item: int = LEAST_ITEM  # tokens
     beside: bool = False  # it runs beside self-attention: without maps and merged memory
 
     @property
@@ -116,7 +118,7 @@ def launch_shape(
     least = max(LOW_TILE, _power_of_2(per_row))  # to which tiles are lowered if there are too few for all processors
     most = max(MOST_LANES // 2 if wide else MOST_LANES, least)
     if is_latent := value_size < head_size:
-        least = most = _power_of_2(per_row)  # with more lanes, what they have read spills
+        most = least  # with more lanes, what they have read spills
     block_rows = min(max(_power_of_2(largest_slot * per_row), LEAST_LANES), most)
     while block_rows > least and -(-rows // (block_rows // per_row)) * kv_heads < processors.count:
         block_rows //= 2
@@ -143,6 +145,7 @@ def launch_shape(
         lse=lse,
         warps=8 if crowded or is_latent else 4,
         stages=stages,
+        least_item=2 * LEAST_ITEM if is_latent else LEAST_ITEM,  # one program merges parts of wide values
     )
 
 
@@ -196,13 +199,17 @@ def _share_out(tokens: npt.NDArray[np.integer], shape: LaunchShape, plan: StepPl
     """Fill the plan's work items with the tokens of its first tiles, [tiles]."""
     tiles = len(tokens)
     wanted = shape.items - shape.tiles
-    share = -(-int(tokens.sum()) // wanted)
-    chunk = max(LEAST_ITEM, -(-share // shape.block_tokens) * shape.block_tokens)
-    items = np.maximum(-(-tokens // chunk), 1).astype(np.int64)  # [tiles]; an empty memory has one, too
+    most = max(shape.least_item, -(-int(tokens.sum()) // wanted))  # tokens of an item
+    while -(-tokens[tokens > most] // most).sum() > wanted:  # a few programs would have one more than the others
+        most += -(-most // 8)
+    items = np.maximum(-(-tokens // most), 1).astype(np.int64)  # [tiles]; an empty memory has one, too
+    each = np.maximum(-(-tokens // (items * shape.block_tokens)) * shape.block_tokens, shape.least_item)  # [tiles]
+    items = np.maximum(-(-tokens // each), 1)
     first = np.cumsum(items) - items
     tile = np.repeat(np.arange(tiles), items)  # [items]
-    begin = (np.arange(len(tile)) - first[tile]) * chunk
-    plan.work[: len(tile)] = np.stack([tile, begin, np.minimum(begin + chunk, tokens[tile]), items[tile] == 1], axis=1)
+    begin = (np.arange(len(tile)) - first[tile]) * each[tile]
+    end = np.minimum(begin + each[tile], tokens[tile])
+    plan.work[: len(tile)] = np.stack([tile, begin, end, items[tile] == 1], axis=1)
     plan.tile_work[1 : tiles + 1] = np.cumsum(items)
     # Longer memories come first, so the items of split ones are the first, too: their partial results need no others.
     plan.tile_work[tiles + 1 :] = len(tile)
@@ -213,14 +220,11 @@ def _pipeline(block_rows: int, value_size: int, rest: int, element_size: int, sh
     """How many tokens to read at a time, and how many such reads overlap, so that they fit into the shared memory."""
     numbers = 2 * value_size + rest  # of a query and its result, and of a key and its value
     room = shared_memory - block_rows * numbers * element_size
-    is_low = block_rows <= LOW_TILE
-    block_tokens = MOST_TOKENS if is_low else MOST_TOKENS // 2
-    if element_size > 2 or value_size > 128:
-        block_tokens //= 2
+    block_tokens = MOST_TOKENS // 2 if element_size > 2 or value_size > 128 else MOST_TOKENS
     token = numbers * element_size  # bytes of a key and its value
     while block_tokens * token > room and block_tokens > LEAST_TOKENS:
         block_tokens //= 2
-    return block_tokens, 1 + min(1 if is_low else 2, max(1, room // (block_tokens * token)))
+    return block_tokens, 1 + min(MOST_READS, max(1, room // (block_tokens * token)))
 
 
 def _wanted_items(kv_heads: int, processors: Processors) -> int:

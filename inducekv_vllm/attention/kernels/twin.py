@@ -69,7 +69,7 @@ def attend(
     entry = token // m  # [s]
     terms = (tables.key_scale, tables.log_weight, tables.value_scale)
     key_scale, log_weight, value_scale = (table[slot, entry] for table in terms)  # [s]
-    place = tables.token_index[slot, entry] + token % m  # [s]
+    place = tables.token_index[slot, entry] + token  # [s]
     if first >= 0:
         place, key_scale, log_weight = first + token, torch.ones_like(key_scale), torch.zeros_like(log_weight)
         value_scale = key_scale

@@ -153,6 +153,12 @@ def test_latents_compile_for_a_gpu(capability: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
+def test_nothing_spills_at_the_sizes_of_qwen3_vl() -> None:
+    """On an H100; but for two registers of prompts with maps."""
+    assert _compiled("--geometry", "qwen3-vl-4b", "--most-spilled", "8")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
 def test_every_variant_compiles_for_a_gpu(capability: str, dtype: str) -> None:

@@ -80,7 +80,7 @@ def items(engine: Engine, rows: int) -> int:
 def test_long_and_short_memories_in_graphs_that_split() -> None:
     engine = Engine()
     check(engine, LARGE, [1, 0, 2, 3, 4])
-    assert items(engine, LARGE) == 3
+    assert items(engine, LARGE) == 2  # three memories of some 300 tokens, for eight programs
     check(engine, SMALL, [3])  # short alone
     assert items(engine, SMALL) == 1
     check(engine, SMALL, [0, 4])

@@ -142,7 +142,8 @@ def make(
         tables.map_index[slot, :M] = torch.tensor(map_place, dtype=torch.int32)
         alpha = torch.rand(S, generator=rng) + 0.1
         if not memory.adjacent:
-            tables.token_index[slot, :S] = torch.tensor(place, dtype=torch.int32)
+            before = torch.arange(S, dtype=torch.int32) * memory.entry_tokens
+            tables.token_index[slot, :S] = torch.tensor(place, dtype=torch.int32) - before
             _fill(tables.key_scale[slot, :S], memory.key_scale, alpha.sqrt())
             _fill(tables.value_scale[slot, :S], memory.value_scale, alpha.sqrt())
             _fill(tables.log_weight[slot, :S], memory.log_weight, alpha.log())
@@ -184,7 +185,7 @@ def by_loops(problem: Problem, lse: bool = True) -> Tensor:
             continue
         m, r = int(tables.entry_tokens[slot]), int(tables.map_rank[slot])
         k, maps = int(tables.length[slot]) // m, int(tables.map_length[slot]) // r  # entries
-        index = torch.tensor(_all(tables.token_index[slot, :k].tolist(), m), dtype=torch.int64)  # [S]
+        index = tables.token_index[slot, :k].long().repeat_interleave(m) + torch.arange(k * m)  # [S]
         if (first := int(tables.first_token[slot])) >= 0:
             index = torch.arange(first, first + k * m)
         map_index = _all(tables.map_index[slot, :maps].tolist(), r)  # [M]

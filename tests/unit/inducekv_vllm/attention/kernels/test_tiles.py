@@ -17,6 +17,7 @@ from inducekv_vllm.attention.kernels.geometry import KernelGeometry
 from inducekv_vllm.attention.kernels.tiles import (
     LEAST_ITEM,
     MOST_LANES,
+    PROGRAMS_PER_PROCESSOR,
     SMALL_MEMORY,
     LaunchShape,
     Processors,
@@ -126,6 +127,24 @@ def test_a_memory_is_split_only_if_it_is_long_and_processors_are_idle() -> None:
     assert _shape(longest=SMALL_MEMORY + 1).split
     assert not _shape(rows=2048, slots=1, largest_slot=2048).split
     assert _shape(rows=2048, slots=1, largest_slot=2048, kv_heads=1).split
+
+
+@pytest.mark.parametrize(
+    ("J", "G", "sizes", "reads"),
+    [(8, 4, (128, 128), 8), (1, 16, (576, 512), 32), (8, 16, (576, 512), 32), (2, 10, (576, 512), 22)],
+)
+def test_a_long_memory_is_shared_out_evenly(J: int, G: int, sizes: tuple[int, int], reads: int) -> None:
+    """8,192 tokens of one request take many programs; for 64 requests tiles read them, and no program twice as much."""
+    head_size, value_size = sizes
+    geometry = KernelGeometry(J, G, head_size, value_size, element_size=2, most_tokens=8192, processors=H200)
+    for rows, fewest in ((1, 32), (64, H200.count)):
+        shape = geometry.of_graph(rows, maps=False, lse=False)
+        plan = plan_tiles(np.ones(rows, dtype=int), np.full(rows, 8192), shape)
+        items = plan.work[: plan.count[0]] if shape.split else np.array([[0, 0, 8192, 1]] * plan.count[0])
+        tokens = items[:, 2] - items[:, 1]
+        assert tokens.sum() == 8192 * (1 if rows == 1 else reads)
+        assert fewest <= len(items) * J <= PROGRAMS_PER_PROCESSOR * H200.count + J
+        assert tokens.max() < 1.1 * tokens.sum() / len(items)
 
 
 @pytest.mark.parametrize("processors", [2, 20, 132])
