@@ -1,8 +1,7 @@
 """Background work that leaves most of each core to the requests that run, and how others wait for its end.
 
 On a CPU, loads and steps share the cores. Work that is done in one go holds a step up for as long as the scheduler lets
-it; in small pieces with rests between them, a step is late by a piece or two. What takes a few milliseconds is done in
-one go: one step is late by them, and with rests several would be.
+it; in small pieces with rests between them, a step is late by a piece or two. What takes two pieces is done in one go.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 
 SHARE = 0.25  # of a core that the work takes while requests run
 PIECE_S = 0.001  # CPU time of a piece
-UNPACED_S = 0.01  # CPU time before the first rest: a bundle of a megabyte is loaded within it
+UNPACED_S = 0.002  # CPU time before the first rest: a copy in host memory is loaded within it
 LEAST_DELAY_S, LONGEST_DELAY_S = 0.002, 0.02
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -81,8 +82,15 @@ class BundleRegistry:
         state: ServerState,
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
+        pool_bytes: float = math.inf,
     ) -> None:
-        """Raises ConfigError: a public key cannot be used."""
+        """
+        Args:
+            pool_bytes: of one rank. Unless it is said, that there is no room is seen when a worker refuses a load.
+
+        Raises:
+            ConfigError: a public key cannot be used.
+        """
         self._client, self._models, self._state = client, models, state
         self._config = config or InduceKVConfig()
         self.journal = Journal(state, self._config)
@@ -96,6 +104,7 @@ class BundleRegistry:
             *(client, state, self._names, self._changes, self._reader, self._config),
             self.following.follow,
             self.in_background,
+            pool_bytes,
         )
         self._resolving: Resolving | None = None
         if self._config.resolver is not None:

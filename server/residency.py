@@ -50,14 +50,17 @@ class Residency:
         config: InduceKVConfig,
         follow: Callable[[], Awaitable[None]],
         in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        pool_bytes: float,
     ) -> None:
         """
         Args:
             follow: sees what is resident now.
             in_background: a task that goes on whatever becomes of who waits for it.
+            pool_bytes: of one rank.
         """
         self._client, self._state, self._names, self._changes, self._reader = client, state, names, changes, reader
         self._config, self._follow, self._in_background = config, follow, in_background
+        self._pool_bytes = pool_bytes
         self._coming: dict[str, asyncio.Task[None]] = {}  # loads of cold names
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -152,23 +155,36 @@ class Residency:
             raise
 
     async def _load(self, memory: ServedBundle) -> int:
-        """`engines.load`. While there is no room, others leave: one, then two more, then four."""
+        """`engines.load`. Others leave before it, as far as can be foreseen, and then while there is no room."""
+        if (missing := self._missing_bytes(memory)) > 0:
+            await self._make_room(0, missing)
         number = 1
         while True:
             try:
                 async with asyncio.timeout(self._config.load_timeout_s):
                     return await engines.load(self._client, memory)
-            except CapacityError:
+            except CapacityError:  # holes, or memory that requests still read
                 if not await self._make_room(number):
                     raise
                 number *= 2
 
-    async def _make_room(self, number: int) -> bool:
-        """Let so many of those that are wanted the least leave the pool; whether any has left."""
-        left = 0
+    def _missing_bytes(self, memory: ServedBundle) -> float:
+        """Of room for a version, if it takes of the pool what others take for each byte of their files."""
+        versions = [each for each in self._names.versions.values() if each.memory.num_entries]
+        if not versions or not memory.num_entries:
+            return 0.0
+        used = sum(each.resident_bytes for each in versions)
+        return used + memory.file_bytes * used / sum(each.memory.file_bytes for each in versions) - self._pool_bytes
+
+    async def _make_room(self, number: int, missing: float = 0.0) -> bool:
+        """Let so many of those that are wanted the least leave the pool, and so many bytes; whether any has left."""
+        left, freed = 0, 0
         for digest in self._names.recency.least_wanted(await asyncio.to_thread(self._state.evictable)):
-            if left < number and await _to_its_end(self._evict(digest)):
-                left += 1
+            if left >= number and freed >= missing:
+                break
+            version = self._names.versions.get(digest)
+            if await _to_its_end(self._evict(digest)):
+                left, freed = left + 1, freed + (version.resident_bytes if version else 0)
         return left > 0
 
     async def _evict(self, digest: str) -> bool:

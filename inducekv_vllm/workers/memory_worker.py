@@ -49,7 +49,7 @@ from .gate_log import GateLog
 from .prompts import PromptReader
 from .refusals import check_bundle, kind_of, served_heads
 from .requests import WorkerRequests, acting_rows
-from .resident import ResidentBundles
+from .resident import IDLE_WAIT_S, ResidentBundles
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 STEPPING_S = 0.1  # after a step the next one may follow
+PATIENCE = 0.1  # of a step, for which the next one may wait for the end of a load
 
 
 class MemoryWorker(Worker):
@@ -74,9 +75,10 @@ class MemoryWorker(Worker):
         register(vllm_config, is_v2=bool(vllm_config.use_v2_model_runner))
         super().__init__(vllm_config, *args, **kwargs)
         self.resident = ResidentBundles(
-            self._read_bundle, self._store_bundle, self._is_stepping, self.settings.memory_host_bytes
+            self._read_bundle, self._store_bundle, self._is_stepping, self.settings.memory_host_bytes, self._patience
         )
         self._last_step = -math.inf  # when it began or ended
+        self._step_s = 0.0  # how long it took
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known, the model is loaded, and the KV cache is there.
         self.pool: MemoryPool
@@ -226,13 +228,17 @@ class MemoryWorker(Worker):
         finally:
             self._rows = None
             self.attention.end_step()
-            self._last_step = time.monotonic()
+            began, self._last_step = self._last_step, time.monotonic()
+            self._step_s = self._last_step - began
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.decisions.attached(super().sample_tokens(grammar_output))
 
     def _is_stepping(self) -> bool:
         return time.monotonic() - self._last_step < STEPPING_S
+
+    def _patience(self) -> float:
+        return PATIENCE * self._step_s if self._is_stepping() else IDLE_WAIT_S
 
     def _begin_step(self, rows: StepRows) -> None:
         self._rows = rows

@@ -19,8 +19,7 @@ from ..attention.resident_bundle import ResidentBundle
 from ..pace import beside_requests
 
 T = TypeVar("T")
-# So long a load is waited for while there are steps, and while there are none: it spares asking for the outcome later.
-STEP_WAIT_S, IDLE_WAIT_S = 0.005, 0.02
+IDLE_WAIT_S = 0.02  # so long a load is waited for while there are no steps: it spares asking for the outcome later
 
 
 class _Leaving(NamedTuple):
@@ -49,6 +48,7 @@ class ResidentBundles:
         store: Callable[[HostBundle], ResidentBundle],
         is_busy: Callable[[], bool],
         host_bytes: int = 0,
+        patience: Callable[[], float] = lambda: IDLE_WAIT_S,
     ) -> None:
         """
         Args:
@@ -56,8 +56,9 @@ class ResidentBundles:
             store: copies it into the pool.
             is_busy: whether there are steps that the thread should leave the cores to.
             host_bytes: of what was read, so much is kept.
+            patience: seconds for which the beginning of a load may wait for its end.
         """
-        self._read, self._store, self._is_busy = read, store, is_busy
+        self._read, self._store, self._is_busy, self._patience = read, store, is_busy, patience
         self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
         self._host: LRUCache[str, HostBundle] = LRUCache(host_bytes, lambda each: each.nbytes)  # the thread changes it
         self._leaving: dict[str, list[_Leaving]] = {}
@@ -91,7 +92,7 @@ class ResidentBundles:
         future = self._bundles.get(digest)
         if future is None or _has_failed(future):
             future = self._bundles[digest] = self._submit(self._load, path, digest)
-            wait([future], STEP_WAIT_S if self._is_busy() else IDLE_WAIT_S)
+            wait([future], self._patience())
 
     def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
         """The bundle, or why it could not be loaded; None while it is loaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ class Workers:
         self.kept: set[str] = set()  # in host memory: what has left the pool and may come back
         self.room = room
         self.loads: list[str] = []  # digests, in the order in which they became resident
+        self.calls: list[str] = []
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.errored = False
 
@@ -35,6 +37,7 @@ class Workers:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
+        self.calls.append(method)
         if method == "inducekv_is_erased":
             return [args[0] not in self.resident and args[0] not in self.kept]
         if method == "inducekv_load_bundle":
@@ -66,12 +69,14 @@ def models() -> Any:
     )
 
 
-def begin(config: InduceKVConfig, workers: Any, temporary: Path | None = None) -> BundleRegistry:
+def begin(
+    config: InduceKVConfig, workers: Any, temporary: Path | None = None, pool_bytes: float = math.inf
+) -> BundleRegistry:
     """The registry of a server that starts; without a state file in the settings it has a temporary one."""
     path = config.state or temporary
     assert path is not None
     state = ServerState(path, keeps_bundles=config.state is not None)
-    return BundleRegistry(workers, models(), FINGERPRINT, state, config)
+    return BundleRegistry(workers, models(), FINGERPRINT, state, config, pool_bytes=pool_bytes)
 
 
 async def end(registry: BundleRegistry) -> None:

@@ -30,9 +30,10 @@ NAME_OF = {bundle.digest: name for name, bundle in BUNDLES.items()}
 class Pool:
     """A registry whose workers have room for three bundles."""
 
-    def __init__(self, folder: Path, room: int = 3, **settings: object) -> None:
+    def __init__(self, folder: Path, room: int = 3, pool_bytes: float | None = None, **settings: object) -> None:
         self.folder, self.workers = folder, Workers(room)
-        self.registry = begin(InduceKVConfig(**settings), self.workers, folder / "temporary")  # type: ignore[arg-type]
+        config = InduceKVConfig(**settings)  # type: ignore[arg-type]
+        self.registry = begin(config, self.workers, folder / "temporary", pool_bytes=pool_bytes or room)
 
     async def load(self, *names: str, pin: bool | None = None) -> None:
         for name in names:
@@ -84,6 +85,23 @@ async def test_the_least_recently_used_leaves_and_is_loaded_again_when_it_is_ask
     assert pool.registry.shown().draining == []
     await pool.ask("n1")
     assert pool.resident == {"n1", "n2", "n3"}
+
+
+async def test_a_cold_name_costs_the_workers_two_calls(pool: Pool) -> None:
+    """One to let another leave and one to load: that there is no room is known before."""
+    await pool.load("n0", "n1", "n2", "n3")
+    pool.workers.calls.clear()
+    await pool.ask("n0", "n1")
+    assert pool.workers.calls == ["inducekv_unload_bundle", "inducekv_load_bundle"] * 2
+
+
+async def test_room_is_found_by_trying_where_it_cannot_be_foreseen(files: Path) -> None:
+    """As with holes in the pool, or with memory that requests still read."""
+    pool = Pool(files, pool_bytes=1000)
+    await pool.load("n0", "n1", "n2", "n3")
+    await pool.ask("n0")
+    assert pool.resident == {"n0", "n2", "n3"}
+    await end(pool.registry)
 
 
 async def test_host_memory_keeps_what_may_come_back_and_nothing_that_no_name_stands_for(pool: Pool) -> None:

@@ -221,6 +221,15 @@ def load(bundles: ResidentBundles, digest: str) -> Any:
     return wait(bundles, digest)
 
 
+def test_a_step_waits_for_a_load_no_longer_than_it_is_told(loader: Loader) -> None:
+    asked: list[float] = []
+    bundles = ResidentBundles(loader.load, loader.store, lambda: True, patience=lambda: asked.append(0.0) or 0.0)
+    bundles.begin("a", "A")
+    assert (asked, bundles.outcome("A")) == ([0.0], None)
+    loader.let_go.set()
+    bundles.close()
+
+
 def test_what_comes_back_from_host_memory_is_not_read_again(bundles: ResidentBundles, loader: Loader) -> None:
     loader.let_go.set()
     first = load(bundles, "A")
