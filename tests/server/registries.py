@@ -27,6 +27,7 @@ class Workers:
         self.kept: set[str] = set()  # in host memory: what has left the pool and may come back
         self.room = room
         self.loads: list[str] = []  # digests, in the order in which they became resident
+        self.calls: list[str] = []
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.errored = False
 
@@ -35,6 +36,7 @@ class Workers:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
+        self.calls.append(method)
         if method == "inducekv_is_erased":
             return [args[0] not in self.resident and args[0] not in self.kept]
         if method == "inducekv_load_bundle":

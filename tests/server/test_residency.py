@@ -176,6 +176,15 @@ async def test_requests_for_one_cold_name_share_its_load(pool: Pool) -> None:
     assert pool.workers.loads[before:] == [BUNDLES["n0"].digest]
 
 
+async def test_a_cold_name_costs_the_engine_few_calls(pool: Pool) -> None:
+    await pool.load("n0", "n1", "n2", "n3")
+    pool.workers.calls.clear()
+    await pool.ask("n0")  # the running steps wait for each call
+    assert pool.workers.calls == ["inducekv_load_bundle", "inducekv_unload_bundle", "inducekv_load_bundle"]
+    await pool.ask("n0")
+    assert len(pool.workers.calls) == 3
+
+
 async def test_many_cold_names_at_once_get_their_own(pool: Pool) -> None:
     await pool.load(*BUNDLES)
     await asyncio.gather(*(pool.ask(name) for _ in range(5) for name in BUNDLES))
