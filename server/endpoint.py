@@ -202,8 +202,7 @@ def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleReg
         async def guarded_check(request: Any) -> Any:
             model = request.model
             if model and not models.is_base_model(model) and not dict.__contains__(models.lora_requests, model):
-                for name in memory_names(model, getattr(request, "vllm_xargs", None), config):
-                    await registry.bring(name)
+                await registry.bring(*memory_names(model, getattr(request, "vllm_xargs", None), config))
             return await check(request)
 
         return guarded_check

@@ -25,7 +25,7 @@ ERASE_S: Final = 5.0  # so long changes wait for the memory of a bundle to be ov
 async def load(client: EngineClient, memory: ServedBundle) -> int:
     """Load a bundle and its tasks' adapters while requests run; return its bytes in the pool of the first rank.
 
-    If this fails, or is given up, some ranks may have it: unload it.
+    If this fails, or is given up, some ranks may have it: load it again, or unload it.
 
     Raises:
         CapacityError: it does not fit.

@@ -378,28 +378,29 @@ class BundleRegistry:
         self.following.check()
         return self._names.lease(model)
 
-    async def bring(self, model: str) -> None:
-        """Make what a request asks for resident, before vLLM looks for the name; nothing for a name that is unknown.
+    async def bring(self, *models: str) -> None:
+        """Make what a request asks for resident, before vLLM looks for the names; nothing for those that are unknown.
 
         Raises:
-            RetryableRequestError: the state cannot be read, or the bundle cannot be found or loaded now.
-            CapacityError: the bundle does not fit beside what is pinned.
+            RetryableRequestError: the state cannot be read, or a bundle cannot be found or loaded now.
+            CapacityError: a bundle does not fit beside what is pinned and the request's other one.
         """
         self.following.check()
-        name, digest = unpinned(model)
-        try:
-            await self._bring(name, digest)
-        except RetryableRequestError:
-            if self._resolving is None or not await self._resolving.look_again(name):
-                raise
-            await self._bring(name, digest)
+        held: set[str] = set()  # digests
+        for name, digest in map(unpinned, models):
+            try:
+                await self._bring(name, digest, held)
+            except RetryableRequestError:
+                if self._resolving is None or not await self._resolving.look_again(name):
+                    raise
+                await self._bring(name, digest, held)
 
-    async def _bring(self, name: str, digest: str) -> None:
+    async def _bring(self, name: str, digest: str, held: set[str]) -> None:
         if self._resolving is not None:
             await self._resolving.look(name)
         with contextlib.suppress(UnknownBundle):
             if self._names.served(name).digest.startswith(digest):
-                await self._residency.hold(name)
+                held.add(await self._residency.hold(name, frozenset(held)))
 
     def _leave(self, digest: str | None) -> None:
         """What no name stands for any more is released, if no request uses it: in the pool and in host memory."""

@@ -61,61 +61,69 @@ class Residency:
         self._client, self._state, self._names, self._changes, self._reader = client, state, names, changes, reader
         self._config, self._follow, self._in_background = config, follow, in_background
         self._pool_bytes = pool_bytes
-        self._coming: dict[str, asyncio.Task[None]] = {}  # loads of cold names
+        self._coming: dict[tuple[str, frozenset[str]], asyncio.Task[None]] = {}  # loads of cold names, beside others
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    async def hold(self, name: str) -> None:
-        """Make what a name stands for resident; it stays so until the HTTP request that runs has ended.
+    async def hold(self, name: str, beside: frozenset[str] = frozenset()) -> str:
+        """Make what a name stands for resident, and return its digest.
+
+        It stays so until the HTTP request that runs has ended.
+
+        Args:
+            beside: the versions that this request holds already: it waits for none of them to leave.
 
         Raises:
             UnknownBundle: no bundle of this name is loaded.
             RetryableRequestError: it cannot be loaded now; the log says why.
-            CapacityError: it does not fit beside what is pinned.
+            CapacityError: it does not fit beside what is pinned and those.
         """
-        while (end := self._names.hold(self._names.served(name))) is None:
-            if name not in self._coming:
-                self._coming[name] = self._in_background(self._warm(name))
-                self._coming[name].add_done_callback(partial(self._has_come, name))
+        while (end := self._names.hold(served := self._names.served(name))) is None:
+            load = (name, beside)
+            if load not in self._coming:
+                self._coming[load] = self._in_background(self._warm(name, beside))
+                self._coming[load].add_done_callback(partial(self._has_come, load))
             with COLD_SECONDS.time():
-                await self._arrival(name)
+                await self._arrival(name, self._coming[load])
         turn = TURN.get()
         if turn is None:
             end()
         else:
             turn.callback(end)
+        return served.digest
 
-    def _has_come(self, name: str, load: asyncio.Task[None]) -> None:
-        del self._coming[name]
+    def _has_come(self, key: tuple[str, frozenset[str]], load: asyncio.Task[None]) -> None:
+        del self._coming[key]
         if not load.cancelled():
             load.exception()  # those who wait get it; if nobody does any more, the log has it already
 
-    async def _arrival(self, name: str) -> None:
+    async def _arrival(self, name: str, load: asyncio.Task[None]) -> None:
         limit = min(WAIT_S, self._config.load_timeout_s)
         try:
             async with asyncio.timeout(limit):
-                await asyncio.shield(self._coming[name])
+                await asyncio.shield(load)
         except TimeoutError as error:
             logger.warning("memory bundle %r was not loaded in %g s: no room, or a change takes long", name, limit)
             raise RetryableRequestError(f"memory bundle {name!r} could not be loaded in {limit:g} s") from error
 
-    async def _warm(self, name: str) -> None:
+    async def _warm(self, name: str, beside: frozenset[str]) -> None:
         """Load what a cold name stands for. Raises as `hold`."""
         deadline = time.monotonic() + WAIT_S  # nobody waits any more
         try:
-            while not await self._is_warm(name) and time.monotonic() < deadline:
+            while not await self._is_warm(name, beside) and time.monotonic() < deadline:
                 self._names.unused.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._names.unused.wait(), ROOM_S)
         except CapacityError as error:
             logger.warning("memory bundle %r cannot be loaded: %s", name, error)
-            raise CapacityError(f"memory bundle {name!r} does not fit into the pool beside what is pinned") from error
+            others = "what is pinned" + (" and the request's other memory" if beside else "")
+            raise CapacityError(f"memory bundle {name!r} does not fit into the pool beside {others}") from error
         except (InduceKVError, TimeoutError) as error:
             logger.warning("memory bundle %r cannot be loaded: %s", name, error or "it takes too long")
             raise RetryableRequestError(f"memory bundle {name!r} cannot be loaded now") from error
 
-    async def _is_warm(self, name: str) -> bool:
-        """Whether a name could be made warm, or is no longer cold; False if others must end first."""
+    async def _is_warm(self, name: str, beside: frozenset[str]) -> bool:
+        """Whether a name could be made warm, or is no longer cold; False if others than those beside must end first."""
         async with self._changes.alone():
             served = self._state.served(name)
             if served is None or served.resident_bytes is not None:
@@ -125,7 +133,7 @@ class Residency:
                     async with self.resident(memory) as nbytes:
                         await asyncio.to_thread(self._state.warm, served.digest, nbytes)
                 except CapacityError:
-                    if not await asyncio.to_thread(self._state.evictable):
+                    if await asyncio.to_thread(self._state.evictable) <= beside:
                         raise
                     return False
             await self._follow()

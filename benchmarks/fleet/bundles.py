@@ -27,6 +27,7 @@ class Member:
     kind: str
     question: list[Message]
     answer: str | None  # of a fact; None: what a server answers that has nothing else to do
+    num_entries: int
 
     def file(self, folder: Path) -> Path:
         return folder / f"{self.name}.safetensors"
@@ -55,7 +56,7 @@ def made(reader: FactReader, number: int, rng: random.Random) -> tuple[Member, B
         bundle = taught(bundle, facts, reader)
         question, answer = f"What is code 0 of {name}?", codes[0]
     assert bundle is not None
-    return Member(name, kind, [{"role": "user", "content": question}], answer), bundle
+    return Member(name, kind, [{"role": "user", "content": question}], answer, bundle.num_entries), bundle
 
 
 def random_task(backbone: BackboneFingerprint, nbytes: float, seed: int) -> Bundle:

@@ -1,12 +1,12 @@
 """A fleet of bundles on one server: are all answers right, what does a cold name cost, and does a scan harm the busy?
 
-    python -m benchmarks.fleet.run                                         # 1,000 bundles, 3,000 requests
-    python -m benchmarks.fleet.run --bundles 10000 --requests 10000        # for a night
+    python -m benchmarks.fleet.run                                         # 1,000 bundles, 4,000 requests
+    python -m benchmarks.fleet.run --bundles 10000 --requests 10000        # an hour
 
-The pool has room for a share of the bundles; a folder has them all, and the server finds them by name. In turn: Zipf
-traffic while bundles are published again; single requests to warm and to cold names; a scan over all names, then a
-storm of names that nobody has, both beside Zipf traffic. Each answer is compared with the bundle's own: its fact, or
-what the bundle answers on a server that does nothing else. The command fails if one is wrong.
+The pool has room for some of the bundles, host memory for more; a folder has them all, and the server finds them by
+name. In turn: Zipf traffic while bundles are published again; single requests to warm and to cold names; a scan over
+all names, then a storm of names that nobody has, both beside Zipf traffic. Each answer is compared with the bundle's
+own: its fact, or what the bundle answers on a server that does nothing else. The command fails if one is wrong.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from benchmarks.churn.changes import meanwhile
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import serving
 from inducekv_vllm.backbone.stored_facts import FactReader
-from inducekv_vllm.bundle import read_bundle, write_bundle
+from inducekv_vllm.bundle import write_bundle
 from server.demo import CHECKPOINT
 
 from .bundles import Member, made, make_fleet
-from .traffic import Expected, Fleet, first_tokens, request
+from .traffic import Expected, Fleet, Reply, crowd, first_tokens, request
 
 SERVER = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager"]
 SERVER += ["--block-size", "32", "--no-enable-prefix-caching", "--served-model-name", "base"]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # the server closes idle connections
 PROBES = 60  # warm and cold names each, that are asked one by one
+AT_ONCE = 4  # names that are asked for on the server that has no traffic
 CHANGE_S = 1.0  # how often a bundle is published again
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundles", type=int, default=1000)
-    parser.add_argument("--requests", type=int, default=3000, help="a third in each of the parts with Zipf traffic")
-    parser.add_argument("--share", type=float, default=0.2, help="of the bundles' entries that the pool has room for")
+    parser.add_argument("--requests", type=int, default=4000, help="a quarter in each of the parts with Zipf traffic")
+    parser.add_argument("--room", type=int, default=200, help="bundles of middling size that the pool has room for")
+    parser.add_argument("--host", type=int, default=2000, help="bundles that the worker's host memory has room for")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--strangers", type=int, default=2000)
     parser.add_argument("--output", type=Path, help="write the result to this JSON file")
@@ -55,17 +57,18 @@ def main() -> int:
         work, files = Path(folder), Path(folder, "bundles")
         files.mkdir()
         members = make_fleet(CHECKPOINT, files, args.bundles)
-        entries = sum(read_bundle(file).num_entries for file in files.iterdir())
+        entries = sum(member.num_entries for member in members)
+        nbytes = sum(file.stat().st_size for file in files.iterdir())
         flags = [str(CHECKPOINT), "--memory-resolver", str(files), *SERVER]
         expected = Expected()
         with serving([*flags, "--memory-pool-entries", "4096"], work / "alone.log", ENVIRONMENT) as url:
             asyncio.run(ask_alone(url, members, expected))
-        room = max(512, round(args.share * entries))
-        with serving(
-            [*flags, "--memory-pool-entries", str(room), *args.serve_args], work / "server.log", ENVIRONMENT
-        ) as url:
+        room, host_bytes = max(512, entries * args.room // args.bundles), nbytes * args.host // args.bundles
+        flags += ["--memory-pool-entries", str(room), "--memory-host-bytes", str(host_bytes), *args.serve_args]
+        with serving(flags, work / "server.log", ENVIRONMENT) as url:
             measured = asyncio.run(measure(url, members, expected, files, args))
-    fleet = {"bundles": args.bundles, "entries": entries, "pool_entries": room, "server_flags": args.serve_args}
+    fleet = {"bundles": args.bundles, "bytes": nbytes, "entries": entries, "pool_entries": room}
+    fleet["host_bytes"] = host_bytes
     text = json.dumps({"benchmark": "fleet", "machine": describe_machine(), **fleet, **measured}, indent=2)
     print(text)
     if args.output is not None:
@@ -74,15 +77,19 @@ def main() -> int:
 
 
 async def ask_alone(url: str, members: list[Member], expected: Expected) -> None:
-    """What each member answers when nobody asks for anything else."""
+    """What each member answers on a server that evicts and changes nothing else meanwhile."""
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
-        for member in members:
-            answer = member.answer
-            if answer is None:
-                reply = await request(client, member.name, member)
-                assert reply.status == 200, reply.text
-                answer = reply.text
-            expected.publish(member.name, answer)
+
+        async def ask(member: Member) -> Reply:
+            reply = await request(client, member.name, member)
+            assert reply.status == 200, reply.text
+            expected.publish(member.name, reply.text)
+            return reply
+
+        await crowd(ask, (member for member in members if member.answer is None), AT_ONCE)
+    for member in members:
+        if member.answer is not None:
+            expected.publish(member.name, member.answer)
 
 
 async def measure(
@@ -90,7 +97,7 @@ async def measure(
 ) -> dict[str, Any]:
     """All parts, one after the other."""
     random.Random(1).shuffle(members)
-    part = args.requests // 3
+    part = args.requests // 4
     found: dict[str, Any] = {}
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=LIMITS) as client:
         fleet = Fleet(client, members, expected)

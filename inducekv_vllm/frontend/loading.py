@@ -16,7 +16,7 @@ class _Call(NamedTuple):
     """One call of every worker."""
 
     method: str
-    args: tuple[str | bool, ...]
+    args: tuple[str, ...]
     delay: float = 0.0  # seconds to wait before it
 
 
@@ -38,10 +38,14 @@ def load(rpc: Callable[..., list[Any]], path: str, digest: str) -> int:
             call = steps.send(rpc(call.method, args=call.args))
     except StopIteration as end:
         return int(end.value)
+    except InduceKVError as refusal:
+        # Without room it may be tried again, once others have left.
+        rpc("inducekv_unload_bundle", args=(digest, isinstance(refusal, CapacityError)))
+        raise
 
 
 async def load_async(rpc: Callable[..., Awaitable[list[Any]]], path: str, digest: str) -> int:
-    """`load`, while requests run. If it is given up, some ranks may have the bundle: unload it."""
+    """`load`, while requests run. If it fails, or is given up, some ranks may have it: load it again, or unload it."""
     steps = _loading(path, digest)
     call = next(steps)
     try:
@@ -59,10 +63,7 @@ def _loading(path: str, digest: str) -> Generator[_Call, list[Any], int]:
     while None in answers:
         answers = yield _Call("inducekv_load_outcome", (digest,), next(delays))
     if not all(answer["ok"] for answer in answers):
-        refusal = _refusal(path, answers)
-        # Without room it may be tried again, once others have left.
-        yield _Call("inducekv_unload_bundle", (digest, isinstance(refusal, CapacityError)))
-        raise refusal
+        raise _refusal(path, answers)
     return int(answers[0]["resident_bytes"])
 
 

@@ -159,6 +159,30 @@ async def test_what_does_not_fit_beside_the_pinned_is_told_at_once(pool: Pool) -
         await pool.ask("n3")
 
 
+async def test_two_memories_of_a_request_that_never_fit_together_are_told_at_once(files: Path) -> None:
+    pool = Pool(files, room=2)
+    try:
+        await pool.load("n0", pin=True)
+        await pool.load("n1", "n2")
+        for names in (("n1", "n2"), ("n2", "n1")):
+            with ExitStack() as turn:
+                token = TURN.set(turn)
+                try:
+                    with pytest.raises(CapacityError, match=f"'{names[1]}' does not fit .* the request's other memory"):
+                        await asyncio.wait_for(pool.registry.bring(*names), 10)
+                finally:
+                    TURN.reset(token)
+            assert pool.resident == {"n0", names[0]}
+        with ExitStack() as turn:
+            await pool.begin("n2", turn)
+            alone = asyncio.ensure_future(pool.ask("n1"))  # whoever asks for one of them alone waits for its room
+            await asyncio.sleep(0.05)
+            assert not alone.done()
+        await alone
+    finally:
+        await end(pool.registry)
+
+
 async def test_requests_for_one_cold_name_share_its_load(pool: Pool) -> None:
     await pool.load("n0", "n1", "n2", "n3")
     assert pool.resident == {"n1", "n2", "n3"}
@@ -168,6 +192,15 @@ async def test_requests_for_one_cold_name_share_its_load(pool: Pool) -> None:
     given_up.cancel()
     await asyncio.gather(*(pool.ask("n0") for _ in range(20)))
     assert pool.workers.loads[before:] == [BUNDLES["n0"].digest]
+
+
+async def test_a_cold_name_costs_the_engine_few_calls(pool: Pool) -> None:
+    await pool.load("n0", "n1", "n2", "n3")
+    pool.workers.calls.clear()
+    await pool.ask("n0")  # the running steps wait for each call
+    assert pool.workers.calls == ["inducekv_load_bundle", "inducekv_unload_bundle", "inducekv_load_bundle"]
+    await pool.ask("n0")
+    assert len(pool.workers.calls) == 3
 
 
 async def test_many_cold_names_at_once_get_their_own(pool: Pool) -> None:

@@ -146,6 +146,18 @@ async def test_names_that_are_missing_cost_one_look_and_nothing_is_kept_of_them(
     assert found.registry._state._read("SELECT count(*) FROM attempts") == [(0,)]
 
 
+async def test_a_wrong_digest_costs_what_a_name_costs_that_nobody_has(
+    found: Found, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder, "acme", "a")
+    assert await found.ask("acme") == "a"
+    asked, before = found.calls(monkeypatch), list(found.workers.calls)
+    for model in (f"acme@{DIGEST['b']}", f"nobody@{DIGEST['b']}"):
+        assert await found.ask(model) is None
+    assert asked == ["acme", "nobody"]
+    assert found.workers.calls == before
+
+
 async def test_requests_for_one_name_share_a_look(found: Found, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(folder, "acme", "a")
     asked = found.calls(monkeypatch)
