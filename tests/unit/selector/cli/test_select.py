@@ -90,6 +90,7 @@ def test_the_first_task_searches_gamma_and_later_tasks_keep_it(stream: Stream, t
     assert stream.output("colours").read_bytes() == before
 
 
+@pytest.mark.slow  # test_select_refined.py kills the default recipe
 def test_killed_at_any_moment_it_ends_with_the_same_digest(
     stream: Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
