@@ -132,7 +132,7 @@ def run_folder(processes: int) -> Path:
 
 
 async def check_server(client: EngineClient) -> int:
-    """The bytes of a rank's pool. Raises UnsupportedModel: the bundles of this engine cannot be managed."""
+    """Export and return the bytes of a rank's pool. Raises UnsupportedModel: bundles cannot be managed here."""
     parallel = client.vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         size = parallel.pipeline_parallel_size

@@ -29,7 +29,6 @@ import numpy as np
 from benchmarks.churn.changes import meanwhile
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import starting
-from inducekv_vllm.bundle import read_bundle
 from server.demo import CHECKPOINT
 
 from .bundles import PLAIN, Member, make_fleet
@@ -52,7 +51,7 @@ def main() -> int:
         files.mkdir()
         members = make_fleet(CHECKPOINT, files, args.bundles)
         probed = next(member for member in members if member.kind == "task")
-        entries = sum(read_bundle(file).num_entries for file in files.iterdir())
+        entries = sum(member.num_entries for member in members)
         room = str(max(512, round(args.share * entries)))
         flags = {
             "alone": ["--memory", f"{probed.name}={probed.file(files)}"],
