@@ -9,7 +9,6 @@ process (its CPU time, of one thread), medians over the steps in which every req
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -22,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from benchmarks.machine import describe_machine
 from benchmarks.real.model import NAME, model_folder
+from benchmarks.record import keep, parser_of
 from inducekv_vllm.attention.pool import ENTRY_TOKENS
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS
@@ -45,12 +44,11 @@ KV_CACHE_BYTES: Final = 2 * 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help=f"model folder (default: {NAME})")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of the memory: multiples of 128")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS, help="at once")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each, alternating (default %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/long_memory.json"))
     options = parser.parse_args(arguments)
     model = options.model or str(model_folder())
     rows: list[dict[str, Any]] = []
@@ -62,14 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for requests in options.requests:
                 rows.append(compared(offline, memory, texts[tokens], requests, options.rounds))
                 print(json.dumps(rows[-1]), flush=True)
-                write(options.output, model, options.rounds, rows)
+    known = {"model": Path(model).name, "threads": torch.get_num_threads(), "rounds": options.rounds, "steps": STEPS}
+    keep(known | {"rows": rows}, options.output)
     return 0
-
-
-def write(path: Path, model: str, rounds: int, rows: list[dict[str, Any]]) -> None:
-    """What is measured so far."""
-    known = {"model": Path(model).name, "machine": describe_machine(), "threads": torch.get_num_threads()}
-    path.write_text(json.dumps(known | {"rounds": rounds, "steps": STEPS, "rows": rows}, indent=2) + "\n")
 
 
 def bundles(model: str, sizes: Sequence[int], folder: Path) -> tuple[dict[int, list[int]], dict[int, Path]]:

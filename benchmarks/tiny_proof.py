@@ -1,6 +1,6 @@
 """Memory teaches a tiny model of a family something: trained here for about a minute, taught, and asked over HTTP.
 
-    python -m benchmarks.tiny_proof --family deepseek-v3 --work DIR [--out FILE]
+    python -m benchmarks.tiny_proof --family deepseek-v3 --work DIR [--output FILE]
 
 The model learns which things are animals, fruits and tools, and to repeat words. Two tasks come after that, taught by
 `inducekv-select`. One is a rule: which gate a thing enters depends on its kind, and half of the things are never shown.
@@ -10,7 +10,6 @@ is 1 if memory has not taught both, or changes answers to base questions.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -29,7 +28,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GenerationConfi
 
 from benchmarks.chat import same_answer
 from benchmarks.demo.run_demo import ask, gate_is_open
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import read_bundle
 from selector.cli.select import main as select
@@ -254,12 +253,11 @@ def has_taught(found: dict[str, Any]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--family", choices=sorted(FAMILIES), default="deepseek-v3")
     parser.add_argument("--work", type=Path, required=True, help="folder of the model and its bundles")
     parser.add_argument("--training-steps", type=int, default=300, help="of the model (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="of memory (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="write the result here, too")
     options = parser.parse_args(arguments)
     family, model = FAMILIES[options.family], options.work / "model"
     trained = train_model(family, model, options.training_steps)
@@ -268,22 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     taught = {"seconds": seconds, "bytes": memory_bytes(content), "entries": content.num_entries}
     taught |= {"facts": len(content.metadata.facts)}
     flags = ["--served-model-name", "base", f"--memory=memory={bundle}", "--dtype", "float32", "--enforce-eager"]
-    flags += [
-        "--max-model-len",
-        "256",
-        "--max-num-seqs",
-        "4",
-        "--kv-cache-memory-bytes",
-        str(128 << 20),
-        *family.serving,
-    ]
+    flags += ["--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(128 << 20)]
+    flags += family.serving
     with tempfile.TemporaryDirectory() as logs, serving([str(model), *flags], Path(logs) / "server.log") as url:
         found = measure(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
     result = {"benchmark": "tiny proof", "family": options.family, "model": trained, "memory": taught, **found}
-    result |= {"taught": has_taught(found), "machine": describe_machine()}
-    print(json.dumps(result, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    result["taught"] = has_taught(found)
+    keep(result, options.output)
     return 0 if result["taught"] else 1
 
 

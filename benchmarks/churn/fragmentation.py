@@ -9,16 +9,14 @@ is long enough (best fit), is what first fit is compared with.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
 
+from benchmarks.record import keep, parser_of
 from inducekv_vllm.attention.ranges import Ranges, Region
 from inducekv_vllm.errors import CapacityError
 
@@ -101,9 +99,8 @@ POOLS: Final[dict[str, Callable[[int], Pool]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=60_000, help="a quarter of them fills the pool")
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
     rng = np.random.default_rng(SEED)
     share = 1 / np.arange(1, NAMES + 1)  # Zipf, exponent 1
@@ -117,11 +114,8 @@ def main() -> int:
         kind: {name: served(make(int(sizes.mean() * ROOM)), sizes, asked) for name, make in POOLS.items()}
         for kind, sizes in drawn.items()
     }
-    what = {"benchmark": "churn-fragmentation", "command": "python -m benchmarks.churn.fragmentation"}
-    text = json.dumps(what | {"requests": args.requests, "names": NAMES, "room": ROOM, "sizes": found}, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    known = {"benchmark": "churn-fragmentation", "requests": args.requests, "names": NAMES, "room": ROOM}
+    keep(known | {"sizes": found}, args.output)
     return 0
 
 

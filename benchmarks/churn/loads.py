@@ -9,10 +9,8 @@ percentiles. Then the time between the tokens of these requests is compared with
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import math
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from benchmarks.serving.bundles import TASK, fixed_gate, random_bundle
 from inducekv_vllm.bundle import FactRecord, write_bundle
 from inducekv_vllm.bundle.tensors import bundle_without_entries
@@ -58,18 +56,14 @@ class Stored:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=str(CHECKPOINT), help="a checkpoint's folder; default: the demo model")
     parser.add_argument("--rounds", type=int, default=40, help="loads of each bundle from each place")
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bundles = make_bundles(Backbone.load(args.model, dtype=torch.float32), Path(folder))
         measured = asyncio.run(measure(args.model, bundles, args.rounds))
-    text = json.dumps({"benchmark": "churn-loads", "machine": describe_machine(), **measured}, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    keep({"benchmark": "churn-loads", **measured}, args.output)
     return 0
 
 
@@ -148,13 +142,13 @@ async def loads_ms(llm: AsyncLLM, bundles: dict[str, Stored], rounds: int) -> di
                 await load_async(llm.collective_rpc, bundle.path, bundle.digest)
                 if number:
                     found[name][place].append(1e3 * (time.perf_counter() - began))
-                await leave(llm, bundle, keep=place == "disk")
+                await leave(llm, bundle, is_kept=place == "disk")
     return {name: {place: summary(each) for place, each in places.items()} for name, places in found.items()}
 
 
-async def leave(llm: AsyncLLM, bundle: Stored, *, keep: bool) -> None:
+async def leave(llm: AsyncLLM, bundle: Stored, *, is_kept: bool) -> None:
     """Unload a bundle, and wait until its place is erased."""
-    await llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest, keep))
+    await llm.collective_rpc("inducekv_unload_bundle", args=(bundle.digest, is_kept))
     while not all(await llm.collective_rpc("inducekv_is_erased", args=(bundle.digest,))):
         await asyncio.sleep(0.001)
 
@@ -209,10 +203,10 @@ async def _gaps(crowd: Crowd, seconds: float = 20.0) -> dict[str, float]:
 
 async def keep_loading(llm: AsyncLLM, bundle: Stored) -> None:
     """From disk, then from host memory, again and again."""
-    for keep in itertools.cycle((True, False)):
+    for is_kept in itertools.cycle((True, False)):
         await load_async(llm.collective_rpc, bundle.path, bundle.digest)
         await asyncio.sleep(PAUSE_S)
-        await leave(llm, bundle, keep=keep)
+        await leave(llm, bundle, is_kept=is_kept)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

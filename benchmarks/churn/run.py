@@ -10,9 +10,7 @@ with its usual size it alone grows by more than what is allowed here.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import secrets
 import sys
 import tempfile
@@ -25,7 +23,7 @@ import httpx
 
 from benchmarks.chat import question_of, user_turn
 from benchmarks.demo.world import examples
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from benchmarks.server_process import serving
 from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 from selector.client import ServerError
@@ -40,7 +38,7 @@ NAMES = _, _, REPLACED, RELOADED = "kept", "kept-too", "replaced", "reloaded"
 # Few blocks: requests are preempted.
 SERVER = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
 SERVER += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--served-model-name", BASE]
-# oneDNN keeps the kernels of the last 1024 shapes, about 0.6 MiB each.
+# oneDNN keeps the kernels of the last 1024 shapes, about half a MiB each.
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", **FEW_PRIMITIVES}
 PREEMPTIONS = "vllm:num_preemptions_total{"
@@ -48,10 +46,9 @@ MIB_THAT_MAY_GROW = 64.0  # allocators keep some of what they have freed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work, key = Path(folder), secrets.token_hex()
@@ -60,10 +57,7 @@ def main() -> int:
         flags = [str(CHECKPOINT), "--memory-root", folder, "--memory-pool-entries", "1024", *kept, *SERVER]
         with serving(flags, work / "server.log", ENVIRONMENT | {ADMIN_KEY_VARIABLE: key}) as url:
             measured = asyncio.run(measure(url, key, paths, args.requests, args.concurrency))
-    text = json.dumps({"benchmark": "churn", "machine": describe_machine(), **measured}, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    keep({"benchmark": "churn", **measured}, args.output)
     return 0 if measured["passed"] else 1
 
 

@@ -1,6 +1,6 @@
 """A document as a memory of SmolLM2-135M, against the document in the prompt, retrieved pieces, LoRA, and nothing.
 
-    python -m benchmarks.document --document reference --work DIR --out benchmarks/results/document_reference.json
+    python -m benchmarks.document --document reference --work DIR --output benchmarks/results/document_reference.json
 
 Each row is kept in DIR when it is done, and a command that is repeated goes on behind it.
 """
@@ -23,8 +23,8 @@ from benchmarks.document.documents import DOCUMENTS
 from benchmarks.document.lora import learned_lora
 from benchmarks.document.retrieval import retriever
 from benchmarks.lora_adapter import largest_rank, save
-from benchmarks.machine import describe_machine
 from benchmarks.real.model import model_folder
+from benchmarks.record import keep, parser_of
 from inducekv_vllm.backbone.footprint import footprint_bytes
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -43,23 +43,20 @@ TRAINED: Final = {"asked": 1, "clozes": 5, "continuations": 6}  # questions of e
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__)
+    parser = document_parser(__doc__)
     parser.add_argument("--rows", nargs="*", help="which to compute (default: all)")
     options = parser.parse_args(arguments)
     compared = Compared(options, DOCUMENTS[options.document]())
     for name in options.rows or [*compared.rows, SECONDS]:
         compared.row(name)
-    options.out.write_text(json.dumps(compared.table(), indent=1) + "\n")
-    for name, row in compared.table()["rows"].items():
-        print(name, json.dumps(row))
+    keep(compared.table(), options.output)
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
+def document_parser(description: str | None) -> argparse.ArgumentParser:
     """What the comparison and its serving part are told alike."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(description)
     parser.add_argument("--document", choices=list(DOCUMENTS), required=True)
     parser.add_argument("--work", type=Path, required=True, help="where rows are kept")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=100, help="of a training (%(default)s)")
     parser.add_argument("--rate", type=float, default=0.1, help="of a memory's training (%(default)s)")
     parser.add_argument("--held-out", type=int, default=30, help="questions of each group (%(default)s)")
@@ -114,7 +111,6 @@ class Compared:
             "times": self.options.times,
             "steps": self.options.steps,
             SECONDS: self._read(SECONDS),
-            "machine": describe_machine(),
             "rows": rows,
         }
 

@@ -1,6 +1,6 @@
 """What answering about a document costs when it is served, and what that leaves of other requests.
 
-    python -m benchmarks.document.serving --document reference --work DIR --steps 200 --out FILE
+    python -m benchmarks.document.serving --document reference --work DIR --steps 200 --output FILE
 
 It serves the memory of a sixteenth and the LoRA that `python -m benchmarks.document` has left in DIR for as many steps:
 the memory behind a gate, which is fitted here once, on a server with InduceKV; LoRA on one with --enable-lora. In one
@@ -26,13 +26,13 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.chat import chat_body, messages_of
-from benchmarks.document.__main__ import Compared, parser_of
+from benchmarks.document.__main__ import Compared, document_parser
 from benchmarks.document.asked import beside
 from benchmarks.document.documents import DOCUMENTS
 from benchmarks.document.retrieval import retriever
 from benchmarks.lora_adapter import served_rank
-from benchmarks.machine import describe_machine
 from benchmarks.real.model import model_folder
+from benchmarks.record import keep
 from benchmarks.server_process import serving
 from benchmarks.serving.client import ask_together, session
 from inducekv_vllm.bundle import write_bundle
@@ -63,15 +63,13 @@ class Way:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__)
+    parser = document_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="first tokens of each way (%(default)s)")
     parser.add_argument("--crowds", type=int, default=3, help=f"of {AT_ONCE} requests, of each way (%(default)s)")
     options = parser.parse_args(arguments)
     compared = Compared(options, DOCUMENTS[options.document]())
     result = {"document": options.document, "tokens": len(compared.token_ids), "steps": options.steps}
-    result |= {"machine": describe_machine(), "servers": measured(compared, options)}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    keep(result | {"servers": measured(compared, options)}, options.output)
 
 
 def measured(compared: Compared, options: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 
 from benchmarks.churn.changes import meanwhile
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from benchmarks.server_process import starting
 from server.demo import CHECKPOINT
 
@@ -39,12 +39,11 @@ PROBES = 8  # answers in a round, for each server and kind of round
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--bundles", type=int, default=300)
     parser.add_argument("--share", type=float, default=0.2, help="of the bundles' entries that the pool has room for")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second beside, in busy rounds")
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         work, files = Path(folder), Path(folder, "bundles")
@@ -67,12 +66,8 @@ def main() -> int:
         ]
         urls = dict(zip(flags, (wait() for wait in waits), strict=True))
         rounds = asyncio.run(measure(urls, probed, members, args))
-    known = {"benchmark": "a warm name of a fleet", "machine": describe_machine(), "bundles": args.bundles}
-    known |= {"pool_entries": int(room), "rate": args.rate, "rounds": args.rounds}
-    text = json.dumps({**known, **summary(rounds)}, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    known = {"benchmark": "a warm name of a fleet", "bundles": args.bundles, "pool_entries": int(room)}
+    keep({**known, "rate": args.rate, "rounds": args.rounds, **summary(rounds)}, args.output)
     return 0
 
 

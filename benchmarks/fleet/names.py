@@ -8,8 +8,6 @@ of their starts and of their memory is what the names cost.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -21,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from benchmarks.server_process import processes_of, serving
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import write_bundle
@@ -34,9 +32,8 @@ from .run import ENVIRONMENT, SERVER
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--names", type=int, default=100_000)
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder, "state")
@@ -50,10 +47,7 @@ def main() -> int:
     grown = runs["with"]["api_server_bytes"] - runs["without"]["api_server_bytes"]
     result = {"names": args.names, "state_bytes": size, "write_s": round(written_s, 1), "begin_s": round(open_s, 3)}
     result |= {"bytes_a_name": round(grown / args.names, 1), **runs}
-    text = json.dumps({"benchmark": "fleet_names", "machine": describe_machine(), **result}, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    keep({"benchmark": "fleet_names", **result}, args.output)
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from typing import Any
 import httpx
 
 from benchmarks.churn.changes import meanwhile
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from benchmarks.server_process import processes_of, reserved_port, starting
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import write_bundle
@@ -40,12 +39,11 @@ START_S = 60.0  # of the router
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--router", required=True, metavar="COMMAND", help="vllm-router, or its path")
     parser.add_argument("--bundles", type=int, default=120)
     parser.add_argument("--requests", type=int, default=900, help="a third in each part")
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         work, files = Path(folder), Path(folder, "bundles")
@@ -56,11 +54,7 @@ def main() -> int:
         urls = [wait() for wait in waits]
         router = stack.enter_context(routed(args.router, urls, work / "router.log"))
         measured = asyncio.run(measure(router, urls, files, args))
-    known = {"benchmark": "fleet behind a router", "machine": describe_machine(), "bundles": args.bundles}
-    text = json.dumps({**known, **measured}, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    keep({"benchmark": "fleet behind a router", "bundles": args.bundles, **measured}, args.output)
     return 0 if measured["passed"] else 1
 
 

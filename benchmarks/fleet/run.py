@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 import httpx
 
 from benchmarks.churn.changes import meanwhile
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from benchmarks.server_process import serving
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import write_bundle
@@ -43,14 +42,13 @@ CHANGE_S = 1.0  # how often a bundle is published again
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--bundles", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=4000, help="a quarter in each of the parts with Zipf traffic")
     parser.add_argument("--room", type=int, default=200, help="bundles of middling size that the pool has room for")
     parser.add_argument("--host", type=int, default=2000, help="bundles that the worker's host memory has room for")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--strangers", type=int, default=2000)
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="more flags of the server")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -68,11 +66,7 @@ def main() -> int:
         with serving(flags, work / "server.log", ENVIRONMENT) as url:
             measured = asyncio.run(measure(url, members, expected, files, args))
     fleet = {"bundles": args.bundles, "bytes": nbytes, "entries": entries, "pool_entries": room}
-    fleet["host_bytes"] = host_bytes
-    text = json.dumps({"benchmark": "fleet", "machine": describe_machine(), **fleet, **measured}, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    keep({"benchmark": "fleet", **fleet, "host_bytes": host_bytes, **measured}, args.output)
     return 0 if measured["passed"] else 1
 
 

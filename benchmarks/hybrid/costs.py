@@ -1,4 +1,4 @@
-"""What memory costs a hybrid: `python -m benchmarks.hybrid.costs --work DIR --json FILE`.
+"""What memory costs a hybrid: `python -m benchmarks.hybrid.costs --work DIR --output FILE`.
 
 A random Qwen3.5 of 8 layers, 2 of them with attention, in bfloat16 and with vLLM's own operator of gated DeltaNet; its
 answers mean nothing. By form: the rows of a prompt that are computed, and the time to the first token over that without
@@ -7,8 +7,6 @@ memory, in one run. And a long conversation: how many tokens of each turn come f
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
@@ -24,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from benchmarks.hybrid.train import make_tokenizer
 from benchmarks.hybrid.world import asked
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from benchmarks.serving.bundles import gated_bundle
 from inducekv_vllm.bundle import write_bundle
 from selector.backbone.model import Backbone
@@ -166,9 +164,8 @@ def conversation(counted: Counted, memory: Any, seed: int) -> list[dict[str, int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = make_model(args.work / "costs")
     backbone = Backbone.load(model)
@@ -178,7 +175,6 @@ def main() -> None:
     with engine(model) as counted:
         memories = {kind: counted.offline.load_bundle(args.work / f"{kind}.safetensors") for kind in KINDS}
         found = {
-            "machine": describe_machine(),
             "block_tokens": counted.scheduler.block_size,
             "by_form": by_form(counted, memories),
             "conversation": {
@@ -186,10 +182,7 @@ def main() -> None:
                 for number, name in enumerate(("none", *KINDS))
             },
         }
-    text = json.dumps(found, indent=1)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
+    keep(found, args.output)
 
 
 if __name__ == "__main__":

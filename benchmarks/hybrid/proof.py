@@ -1,4 +1,4 @@
-"""What memory teaches the hybrid, over HTTP: `python -m benchmarks.hybrid.proof --work DIR --json FILE`.
+"""What memory teaches the hybrid, over HTTP: `python -m benchmarks.hybrid.proof --work DIR --output FILE`.
 
 The model is trained, if DIR has none. Then it learns a rule from examples about some things and is asked about others;
 and facts, which follow no rule. Beside these, it is asked what it knew before, with the same memory loaded.
@@ -6,7 +6,6 @@ and facts, which follow no rule. Beside these, it is asked what it knew before, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import defaultdict
@@ -20,7 +19,7 @@ from benchmarks.chat import same_answer
 from benchmarks.demo.run_demo import MEMORY, ask, base_model, gate_is_open, served, server_arguments
 from benchmarks.hybrid.train import train
 from benchmarks.hybrid.world import THINGS, base_questions, guilds, owners
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from inducekv_vllm.bundle import read_bundle
 from selector.backbone.model import Backbone
 
@@ -96,26 +95,22 @@ def answered(client: Any) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=90, help="of training the model")
     args = parser.parse_args()
     model, bundle, trained = args.work / "model", args.work / "memory.safetensors", args.work / "trained.json"
     if not trained.exists():
         made = train(model, 10_000, args.seconds)
         trained.write_text(json.dumps(made))
-    found: dict[str, Any] = {"machine": describe_machine(), "model": json.loads(trained.read_text())}
+    found: dict[str, Any] = {"model": json.loads(trained.read_text())}
     found["taught"] = teach(model, bundle)
     found["bundle_bytes"] = bundle.stat().st_size
     assert read_bundle(bundle).metadata.backbone.attention_layers is not None
     console = Console(width=100)
     with served(model, bundle, [*server_arguments(model, bundle), *OPTIONS], console) as client:
         found["answered"] = answered(client)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
+    keep(found, args.output)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 The kernel is compiled for a GPU that is not there, whose driver drops what is launched. `triton` is Triton's own
 launch, `kernel[grid](...)`; `launch` is `kernels.launch.add_memory`. Both take the same arguments by turns, and pass on
-the same. The last line is one JSON object: microseconds, medians over rounds, and their ratio. A prompt's pass makes
+the same. It prints microseconds, medians over rounds, and their ratio. A prompt's pass makes
 such a launch in each layer; where a CUDA graph is replayed, nothing is launched.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.kernels.compiled import GPUS
 from benchmarks.kernels.workloads import Case, build
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from inducekv_vllm.attention.kernels import device, launch
 
 CAPABILITY = 90
@@ -31,7 +29,7 @@ ROUNDS, CALLS = 15, 200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="qwen3-vl-4b")
     args = parser.parse_args()
     if launch.INTERPRETED:
@@ -42,8 +40,7 @@ def main() -> None:
     given = (workload.pools[0], workload.tables, workload.step, workload.query, workload.self_output, None)
     rest = given, workload.geometry.scale, workload.shape
     found = compared(*rest)
-    result = {"benchmark": "launching", "geometry": args.geometry, "case": case.name, **found}
-    print(json.dumps(result | {"machine": describe_machine()}))
+    keep({"benchmark": "launching", "geometry": args.geometry, "case": case.name, **found}, args.output)
 
 
 def without_gpu(launched: Callable[..., object]) -> None:

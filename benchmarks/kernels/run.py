@@ -33,6 +33,7 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     from benchmarks.kernels import attention, replay, rivals, timing
     from benchmarks.machine import describe_machine
+    from benchmarks.record import command
 
     geometry, dtype = GEOMETRIES[args.geometry], DTYPES[args.dtype]
     timed = args.device == "cuda"
@@ -46,7 +47,7 @@ def main() -> int:
     }
     result: dict[str, Any] = {
         "benchmark": "kernels",
-        "command": " ".join(["python -m benchmarks.kernels.run", *sys.argv[1:]]),
+        "command": command(),
         **{name: getattr(args, name) for name in ("geometry", "dtype", "device")},
         "machine": describe_machine(),
     }

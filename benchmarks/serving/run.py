@@ -24,6 +24,7 @@ from rich.console import Console
 from benchmarks.chat import chat_body
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.machine import describe_machine
+from benchmarks.record import command
 from benchmarks.server_process import ServerFailed
 from benchmarks.serving import report
 from benchmarks.serving.bundles import SEED
@@ -101,7 +102,7 @@ def described(args: argparse.Namespace, files: Files, left_out: list[Cell]) -> d
     """What is known before a server is asked."""
     return {
         "benchmark": "serving",
-        "command": " ".join(["python -m benchmarks.serving.run", *sys.argv[1:]]),
+        "command": command(),
         **{name: getattr(args, name) for name in REPORTED},
         "weights": "made by vLLM" if files.is_dummy else "of the checkpoint",
         "weights_gib": round(files.weights_bytes / 2**30, 2),

@@ -32,6 +32,7 @@ from rich.table import Column, Table
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.machine import describe_machine
+from benchmarks.record import command
 from benchmarks.server_process import end_with_parent, reason_in
 from benchmarks.serving.bundles import make_bundles
 from benchmarks.serving.methods import IDLE, NONE, gated_name
@@ -56,7 +57,7 @@ def main() -> int:
         bundles = make_bundles(without_weights(model), [gated_name(kind) for kind in KINDS], work)
         record.begin(
             benchmark="steps",
-            command=" ".join(["python -m benchmarks.serving.steps", *sys.argv[1:]]),
+            command=command(),
             **{name: getattr(args, name) for name in ("model", "layers", "dtype", "steps")},
             machine=describe_machine(),
         )

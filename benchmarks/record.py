@@ -1,0 +1,36 @@
+"""A benchmark's command line, and its result: JSON with the command and the machine, printed and kept in a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine
+from selector.runtime.files import replace_file
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """With `--output`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file, too")
+    return parser
+
+
+def keep(result: Mapping[str, Any], output: Path | None) -> None:
+    """Print a result, behind the command and the machine, and write it to `output` if there is one."""
+    text = json.dumps({"command": command(), "machine": describe_machine(), **result}, indent=2)
+    print(text)
+    if output is not None:
+        replace_file(output, f"{text}\n".encode())
+
+
+def command() -> str:
+    """What was run, as `python -m MODULE ARGUMENTS`."""
+    spec = sys.modules["__main__"].__spec__
+    module = sys.argv[0] if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
+    return f"python {module} {shlex.join(sys.argv[1:])}".rstrip()
