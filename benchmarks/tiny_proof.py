@@ -230,7 +230,7 @@ def teach(model: Path, work: Path, steps: int) -> tuple[Path, float]:
         }
         command = ["--model", str(model), "--task", str(files["train"]), "--validation", str(files["validation"])]
         command += ["--base", str(base), "--anchors", str(work / "anchors"), "--output", str(bundle)]
-        command += ["--steps", str(steps), "--precision", "float32", "--activation", "generation"]
+        command += ["--steps", str(steps), "--precision", "float32"]
         command += ["--previous", str(previous)] if previous else []
         if select(command) != 0:
             raise SystemExit(f"{task} was not taught: see above")
