@@ -24,7 +24,7 @@ from typing import Any, Final
 import openai
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GenerationConfig, Lfm2Config, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GenerationConfig, PreTrainedTokenizerFast
 
 from benchmarks.chat import same_answer
 from benchmarks.demo.run_demo import ask, gate_is_open
@@ -90,19 +90,6 @@ FAMILIES: Final = {
         ),
         ("--attention-backend", "CPU_MLA", "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
         (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"), ("first_k_dense_replace", 1)),
-    ),
-    "lfm2": Family(  # a hybrid
-        partial(
-            Lfm2Config,
-            **_SIZES | {"num_hidden_layers": 6},
-            layer_types=["conv", "conv", "full_attention"] * 2,
-            num_key_value_heads=2,
-            conv_dim=128,  # which vLLM reads
-            block_dim=128,
-            block_auto_adjust_ff_dim=False,
-            conv_L_cache=3,
-        ),
-        ("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
     ),
 }
 
@@ -230,7 +217,7 @@ def teach(model: Path, work: Path, steps: int) -> tuple[Path, float]:
         }
         command = ["--model", str(model), "--task", str(files["train"]), "--validation", str(files["validation"])]
         command += ["--base", str(base), "--anchors", str(work / "anchors"), "--output", str(bundle)]
-        command += ["--steps", str(steps), "--precision", "float32"]
+        command += ["--steps", str(steps), "--precision", "float32", "--activation", "generation"]
         command += ["--previous", str(previous)] if previous else []
         if select(command) != 0:
             raise SystemExit(f"{task} was not taught: see above")
