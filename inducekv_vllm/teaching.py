@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from pydantic import ValidationError
 
 from .backbone.stored_facts import FactReader
-from .bundle import Bundle, FactRecord, bundle_without_entries, with_metadata
+from .bundle import Bundle, FactRecord, bundle_without_entries
 from .bundle.metadata import MAX_ID, MAX_WORDING_BYTES, MAX_WORDINGS, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
@@ -284,7 +284,7 @@ def _with_facts(
 ) -> Bundle:
     strictness = strictness or bundle.metadata.strictness
     changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings, "strictness": strictness}
-    return with_metadata(bundle, **changes, parent_digest=bundle.digest)
+    return bundle.next(**changes, gate=bundle.gate_of(bundle.metadata.entries, facts))
 
 
 def replaced_by(facts: Sequence[FactRecord]) -> dict[str, str]:

@@ -92,7 +92,7 @@ def teach(
         near_misses: a file of requests that look like those of a task and are not.
         progress: show bars on standard error.
         callbacks: are told of each step of a training, and of the end.
-        columns: which columns hold prompt, answer and picture, where their names do not say so.
+        columns: which columns hold prompt, answer and picture, where their names do not say so; those of `base` may.
         output: write the bundle there, and its report beside it as NAME.report.json and NAME.report.html; the folder is
             made if it does not exist.
         settings: of `RefinedSettings`: budget, steps, activation, learning_rate, ...; what all entries of a memory have
@@ -117,7 +117,7 @@ def teach(
             examples=read(examples, task, columns),
             validation=None if validation is None else read(validation, task, columns),
             settings=settings_after(before, REFINED, settings, device),
-            base=read(base, columns=columns),
+            base=read(base, columns=columns.of_others()),
             background=read_background(Path(background)) if background else (),
             near_misses=read_background(Path(near_misses)) if near_misses else (),
             previous=before,

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from inducekv_vllm.bundle import Bundle, read_bundle
+from inducekv_vllm.bundle import Bundle, Record, read_bundle
 from inducekv_vllm.errors import InduceKVError
 
 from .backbone.model import Backbone
@@ -38,7 +38,7 @@ from .runtime.callback import Callback
 from .runtime.checkpoint import Checkpoint, identity_digest
 from .runtime.files import require_output
 from .runtime.progress import note
-from .update.inputs import TaskInputs, check_answers, divided
+from .update.inputs import TaskInputs, check_answers, check_recipe, divided
 from .update.outputs import KeptAnchors, sole_writer, write_outputs
 from .update.result import UpdateResult, helps, with_dates
 
@@ -124,6 +124,8 @@ def checked(request: TaskRequest) -> CheckedTask:
     }
     if request.near_misses:  # without, a run has the name that it had before there were any
         identity["near_misses"] = examples_digest(request.near_misses)
+    if any(example.also for example in training):  # likewise
+        identity["also"] = [example.also for example in training]
     if request.document is not None:
         identity["document"] = [request.document.name, request.document.digest]
     run = identity_digest(identity)
@@ -134,7 +136,9 @@ def checked(request: TaskRequest) -> CheckedTask:
     check_answers(inputs)
     if request.document is not None:
         request.document.check_previous(request.previous)
-    elif isinstance(settings, RefinedSettings):
+    else:
+        check_recipe(request.previous, _recipe_of(settings))
+    if isinstance(settings, RefinedSettings):
         check_tasks(inputs, settings)
         check_questions(own_questions(inputs), inputs.background, inputs.base, near_misses=inputs.near_misses)
     elif isinstance(settings, PaperSettings):
@@ -210,7 +214,7 @@ def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> tuple
             checkpoint.remove_unless_begun()  # examples that do not fit the model are found before there is progress
         raise
     if request.dates is not None:
-        bundle = with_dates(result.bundle, request.previous, *request.dates(began))
+        bundle = with_dates(result.bundle, _kept_records(request), *request.dates(began))
         result = replace(result, bundle=bundle, report=result.report | {"digest": bundle.digest})
     if not (request.allow_worse or helps(result.report)):
         if request.output is not None:
@@ -222,6 +226,14 @@ def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> tuple
     if checkpoint is not None:
         checkpoint.finish(result.bundle.digest)
     return Learned("learned", result.bundle, result.report, anchors), checkpoint
+
+
+def _kept_records(request: TaskRequest) -> set[Record]:
+    """Of the previous memory. A document's entry is always made anew, whatever its id."""
+    if request.previous is None:
+        return set()
+    metadata = request.previous.metadata
+    return {*metadata.facts, *(metadata.entries if request.document is None else ())}
 
 
 def _updated(

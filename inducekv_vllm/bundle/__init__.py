@@ -9,7 +9,7 @@ activation.py from which position of a request memory acts
 adapters.py   the LoRA adapters that a bundle records
 """
 
-from .file import MAX_HEADER_BYTES, METADATA_KEY, read_bundle, write_bundle
+from .file import MAX_HEADER_BYTES, METADATA_KEY, file_content, read_bundle, write_bundle
 from .magnitudes import MagnitudeLimits, check_magnitudes, magnitude_limits
 from .metadata import (
     FORMAT_VERSION,
@@ -63,6 +63,7 @@ __all__ = [
     "check_magnitudes",
     "expected_shapes",
     "facts_of",
+    "file_content",
     "magnitude_limits",
     "read_bundle",
     "read_private_key",

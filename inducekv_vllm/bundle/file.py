@@ -52,16 +52,24 @@ def write_bundle(bundle: Bundle, path: str | os.PathLike[str], *, verify: bool =
     check_structure(bundle, str(target))
     if verify:
         check_values(bundle, str(target))
-    entry = _MetadataEntry.model_construct(**dict(bundle.metadata), signature=bundle.signature)
-    tensors = {name: tensor.contiguous() for name, tensor in bundle.tensors().items()}
-    content = save(tensors, {METADATA_KEY: entry.model_dump_json()})
-    if (length := _header_length(content)) > MAX_HEADER_BYTES:
-        raise BundleError(f"{target}: the metadata is too large: a header of {length} bytes")
+    content = file_content(bundle, str(target))
     try:
         with replacing(target) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
         raise BundleError(f"{target}: cannot write the bundle: {error}") from error
+
+
+def file_content(bundle: Bundle, name: str = "bundle") -> bytes:
+    """All of a bundle's file. Raises BundleError: it has more metadata than `read_bundle` takes."""
+    entry = _MetadataEntry.model_construct(**dict(bundle.metadata), signature=bundle.signature)
+    tensors = {name: tensor.contiguous() for name, tensor in bundle.tensors().items()}
+    content = save(tensors, {METADATA_KEY: entry.model_dump_json()})
+    if (length := _header_length(content)) > MAX_HEADER_BYTES:
+        raise BundleError(
+            f"{name}: the metadata is too large: a header of {length} bytes, expected {MAX_HEADER_BYTES} at most"
+        )
+    return content
 
 
 def read_bundle(

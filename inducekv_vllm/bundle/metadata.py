@@ -32,6 +32,11 @@ PayloadDtype = Literal["float16", "float32"]
 Size = Annotated[int, Field(ge=1, lt=2**31)]  # products of a few stay numbers that can be printed
 
 
+def is_unicode(name: str) -> bool:
+    """Whether a bundle can record a name: that of a file which is no UTF-8 has halves of surrogate pairs."""
+    return name == name.encode(errors="replace").decode()
+
+
 def _in_utc(moment: datetime) -> datetime:
     if moment.utcoffset() != timedelta(0) or moment.microsecond:
         raise ValueError("a date must be in UTC, in whole seconds")

@@ -334,10 +334,17 @@ class Bundle:
         entries = tuple(self.metadata.entries[row] for row in rows)
         tasks = {entry.task for entry in entries}
         activations = {task: value for task, value in self.metadata.activations.items() if task in tasks}
-        if self.gate is not None and "gate" not in changes:
-            others = (*changes.get("facts", self.metadata.facts), *self.metadata.task_adapters)
-            changes["gate"] = self.gate.take(tasks | {record.task for record in others})
+        if "gate" not in changes:
+            changes["gate"] = self.gate_of(entries, changes.get("facts", self.metadata.facts))
         return self.next(**taken, entries=entries, activations=activations, **changes)
+
+    def gate_of(self, entries: Sequence[EntryRecord], facts: Sequence[FactRecord]) -> Gate | None:
+        """Its gate, of their tasks and those of its adapters alone; None if it knows none of these."""
+        left = {record.task for record in (*entries, *facts)}
+        left |= {record.task for record in self.metadata.task_adapters}
+        if self.gate is None or left.isdisjoint(self.gate.tasks):
+            return None
+        return self.gate if left.issuperset(self.gate.tasks) else self.gate.take(left)
 
     def join(self, later: Bundle, **changes: Any) -> Bundle:
         """The next version with the entries of both, those of `later` last; `changes` are those of `next`.

@@ -25,17 +25,17 @@ def replacing(target: Path) -> Iterator[Path]:
     _fsync(target.parent)  # the rename itself
 
 
-def lock_file(path: Path) -> int | None:
+def lock_file(path: Path, *, wait: bool = False) -> int | None:
     """Lock a file, which is made if it is missing, until the descriptor is closed or the process ends.
 
-    Returns the descriptor, or None if another process has the lock.
+    Returns the descriptor, or None if another process has the lock and is not waited for.
 
     Raises:
         OSError: the file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         os.close(descriptor)
         return None

@@ -184,18 +184,6 @@ class Scorer:
         """Mean NLL over all questions; arguments and errors as for `each_loss`."""
         return float(self.each_loss(questions, memory, log_prior).mean())
 
-    @torch.no_grad()
-    def accuracy(self, questions: Questions, memory: TensorMemory, log_prior: Tensor | None = None) -> float:
-        """The share of questions whose every answer token is the likeliest: greedy answers."""
-        right = 0
-        for start in range(0, len(questions), self.batch_size):
-            rows = slice(start, start + self.batch_size)
-            examples = questions.examples[rows]
-            right += self.count_right(
-                examples, self.predicted(examples, memory, questions.terms(memory, rows, log_prior))
-            )
-        return right / len(questions)
-
     def count_right(self, examples: Sequence[Example], predicted: Sequence[Tensor]) -> int:
         """How many have the likeliest token at every place of their answer in what `predicted` returned."""
         pairs = zip(examples, predicted, strict=True)

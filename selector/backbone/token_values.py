@@ -29,6 +29,7 @@ from .loading import value_projection
 from .model import Backbone, Inputs, attention_named
 
 WORTH_IT: Final = 8  # tokens
+BATCH_TOKENS: Final = 2048  # of a batch, with its padding, at most; a longer prompt is a batch of its own
 READING: Final = "Reading the gate's questions"
 USUAL: Final = "sdpa"  # attention of transformers, which knows what a prompt has begun with
 
@@ -88,7 +89,6 @@ def asked_texts(
     marks: TurnMarks,
     clause_ends: Collection[int],
     *,
-    batch_tokens: int = 2048,
     progress: bool = False,
 ) -> AskedTexts:
     """Other arguments as of `token_values`. What most prompts of a model for text begin with is computed once.
@@ -104,7 +104,7 @@ def asked_texts(
     for same in (True, False):
         chosen = [row for row in range(len(ids)) if texts[row] and _begins(ids[row], texts[row], begun) == same]
         skipped = begun.length if begun is not None and same else 0
-        batches = _batches([len(ids[row]) - skipped for row in chosen], batch_tokens)
+        batches = _batches([len(ids[row]) - skipped for row in chosen])
         for batch in track(batches, READING, progress):
             rows = [chosen[at] for at in batch]
             inputs = backbone.collate([encoded[row] for row in rows])
@@ -180,7 +180,6 @@ def token_values(
     marks: TurnMarks,
     *,
     dtype: torch.dtype = torch.float32,
-    batch_tokens: int = 2048,
     progress: bool = False,
 ) -> list[Tensor]:
     """The values [t, S, F] of each prompt, the last layer averaged.
@@ -188,12 +187,11 @@ def token_values(
     Args:
         encoded: what `Backbone.encode` gives for each prompt.
         layers: [S], ascending.
-        batch_tokens: of a batch, with its padding, at most; a longer prompt is a batch of its own.
     """
     placeholders = placeholder_ids(backbone.model.config)
     lengths = [inputs["input_ids"].shape[1] for inputs in encoded]
     found: list[Tensor] = [torch.empty(0)] * len(encoded)
-    for rows in track(_batches(lengths, batch_tokens), READING, progress):
+    for rows in track(_batches(lengths), READING, progress):
         values = _values(backbone, backbone.collate([encoded[row] for row in rows]), layers)  # [n, T, S, F]
         for row, of_prompt in zip(rows, values, strict=True):
             ids = encoded[row]["input_ids"][0].tolist()
@@ -255,11 +253,11 @@ def _gives_values(attention: Any) -> Any:
     return next((part for part in parts if part is not None), None) or value_projection(attention)
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+def _batches(lengths: Sequence[int]) -> list[list[int]]:
     """Rows of about one length together."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches and (len(batches[-1]) + 1) * lengths[row] <= batch_tokens:
+        if batches and (len(batches[-1]) + 1) * lengths[row] <= BATCH_TOKENS:
             batches[-1].append(row)
         else:
             batches.append([row])

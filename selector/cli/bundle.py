@@ -2,7 +2,7 @@
 fit and measure their gates, see and change what a server has loaded, and check audit chains.
 
 Exit status: 0 for success, 1 if `diff` finds a difference or `publish` a server that serves another version, 2 for an
-error, printed in one line on standard error; 3 if `forget` finds nothing to forget.
+error, printed in one line on standard error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..update.settings import BuildSettings
 from .columns import ColumnOptions, columns_of
 from .eval_gate import add_command as add_eval_gate
 from .evaluate import add_command as add_eval
-from .flags import add_flags, error_line
+from .flags import Parser, add_flags, error_line
 from .gate_fit import add_command as add_gate_fit
 from .gate_tables import gate_differences, gate_summary, tensor_difference
 from .imported import add_command as add_import
@@ -54,13 +54,13 @@ from .warned import warnings_as_lines
 
 SUCCESS, DIFFERENT, FAILED = 0, 1, 2
 # For people and pipes alike: never wrapped to the terminal's width.
-_output = Console(soft_wrap=True, highlight=False)
+_output = Console(soft_wrap=True, highlight=False, emoji=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         with warnings_as_lines("inducekv-bundle"):
             status: int = options.run(options)
     except InduceKVError as error:
@@ -148,7 +148,7 @@ def show_plan(options: argparse.Namespace) -> int:
 def build(options: argparse.Namespace) -> int:
     """Extract entries of a task into a new bundle, without optimisation."""
     settings = BuildSettings(**{name: getattr(options, name) for name in BuildSettings.model_fields if name in options})
-    require_output(options.output)
+    require_output(options.output, options.task)
 
     from ..data.examples import read_task
     from ..data.repeats import distinct
@@ -283,7 +283,7 @@ def _differences(old: Bundle, new: Bundle) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inducekv-bundle", description=__doc__)
+    parser = Parser(prog="inducekv-bundle", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any) -> argparse.ArgumentParser:

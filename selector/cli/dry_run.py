@@ -6,35 +6,40 @@ from pathlib import Path
 from typing import Any
 
 from inducekv_vllm.backbone.footprint import footprint_bytes
+from inducekv_vllm.bundle import Bundle
 
 from ..backbone.model import Backbone
 from ..backbone.scoring import Scorer
 from ..document.kinds import ASKED
 from ..document.settings import DocumentSettings
 from ..document.text import Document
-from ..document.update import pieces_of, tokens_of, tokens_of_memory
+from ..document.update import check_previous, pieces_of, tokens_of, tokens_of_memory
 from ..paper.settings import PaperSettings
 from ..refined.duration import in_words
 from ..refined.estimate import estimate
 from ..refined.settings import RefinedSettings
 from ..run import CheckedTask
-from ..update.inputs import TaskInputs
+from ..update.inputs import TaskInputs, check_inputs
 
 
 def dry_run(backbone: Backbone, task: CheckedTask, output: Path) -> None:
-    """Print it. Raises TaskDataError: an example is too long for the model; and as the recipe's checks do."""
+    """Print it. Raises what the run itself would raise before it computes anything."""
     inputs, settings, document = task.inputs, task.request.settings, task.request.document
     if isinstance(settings, DocumentSettings):
         assert document is not None
-        for name, text in _costs_of_document(backbone, document, settings).items():
+        check_previous(backbone, inputs.previous, settings)
+        for name, text in _costs_of_document(backbone, document, settings, inputs.previous).items():
             print(f"{name}: {text}")
         print(f"{output}: not written, this was a dry run")
         return
     scorer = Scorer(backbone)
-    lengths = []
-    for example in (*inputs.training, *inputs.validation):
-        scorer.require_context(example)
-        lengths.append(scorer.prefix(example)["input_ids"].shape[1] + len(scorer.answer_tokens(example)))
+    if isinstance(settings, PaperSettings) or settings.form == "merged":
+        backbone.require_full_attention()
+    check_inputs(scorer, inputs, settings, task.identity["recipe"])
+    lengths = [
+        scorer.prefix(example)["input_ids"].shape[1] + len(scorer.answer_tokens(example))
+        for example in (*inputs.training, *inputs.validation)
+    ]
     tasks = dict.fromkeys(example.task for example in inputs.training)
     print(f"task: {', '.join(tasks)}; {len(inputs.training)} training and {len(inputs.validation)} validation examples")
     print(f"tokens with the answer: {sum(lengths) / len(lengths):.0f} on average, {max(lengths)} at most")
@@ -61,9 +66,11 @@ def _costs(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings | Ref
     return costs
 
 
-def _costs_of_document(backbone: Backbone, document: Document, settings: DocumentSettings) -> dict[str, str]:
+def _costs_of_document(
+    backbone: Backbone, document: Document, settings: DocumentSettings, previous: Bundle | None
+) -> dict[str, str]:
     num_tokens = len(tokens_of(backbone, document))
-    m = tokens_of_memory(num_tokens, settings)
+    m = tokens_of_memory(num_tokens, settings) if previous is None else previous.payload_tokens
     sizes = (backbone.hidden_size, backbone.num_layers, backbone.num_kv_heads)
     size = footprint_bytes(1, *sizes, m, backbone.head_dim, backbone.value_dim)
     pieces = len(pieces_of(backbone, document, settings))

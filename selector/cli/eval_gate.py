@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rich.markup import escape
 from rich.table import Table
 
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
@@ -145,7 +144,7 @@ def print_nearest(asked: Sequence[Asked], decisions: Sequence[Decided]) -> None:
         for question, decision in found:
             text = " ".join(text_of(question.example.messages).split())
             shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-            table.add_row(f"{decision.margin:+.2f}", decision.task or "-", question.task or NO_TASK, escape(shown))
+            table.add_row(f"{decision.margin:+.2f}", decision.task or "-", question.task or NO_TASK, shown)
         print_table(table)
 
 

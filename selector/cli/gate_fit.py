@@ -30,9 +30,8 @@ def gate_fit(options: argparse.Namespace) -> int:
     With --from-log the gate looks at the same as before, and only its weights and thresholds are fitted again.
     """
     settings = fit_settings(options)
-    require_output(options.output)
-    if options.output.resolve() == options.path.resolve():
-        raise ConfigError(f"--output {options.output} is the bundle itself, which stays as it is: name another file")
+    data = (*options.task, options.base, options.background, options.near_misses, options.from_log)
+    require_output(options.output, options.path, *data)
     bundle = read_bundle(options.path)
     if (gate := bundle.gate) is None:
         raise BundleError(f"{options.path}: the bundle has no relevance gate")
@@ -57,7 +56,7 @@ def gate_fit(options: argparse.Namespace) -> int:
         known["layers"] = gate.layers
         fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, progress=True)
     else:
-        fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed)
+        fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed, progress=True)
     traffic_count = {} if traffic is None else {"traffic_requests": len(traffic)}
     after = bundle.with_gate(fitted.gate, {**fitted.recorded(base, background, near_misses), **traffic_count})
     write_bundle(after, options.output)

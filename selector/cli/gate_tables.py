@@ -22,7 +22,8 @@ BASE_KINDS: Final = {"plain": "base", "wrapped": "base, wrapped", "other": "base
 
 
 def print_table(table: Table) -> None:
-    Console(soft_wrap=True, highlight=False, width=WIDTH).print(table)
+    """Cells are text as it is: names and questions may have brackets."""
+    Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=WIDTH).print(table)
 
 
 def print_fitted(fitted: FittedGate) -> None:

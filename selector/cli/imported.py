@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from inducekv_vllm.bundle import PayloadDtype, write_bundle
+from inducekv_vllm.bundle.metadata import MAX_ID, is_unicode
 from inducekv_vllm.errors import ConfigError
 
 from ..gate.settings import fit_options
 from ..runtime.files import require_output
 from ..runtime.progress import note
-from .gate_questions import add_fit_flags, fit_settings, read_background_of
+from .gate_questions import add_fit_flags, fit_settings, read_background_of, require_no_fit
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
@@ -35,7 +36,12 @@ def import_memory(options: argparse.Namespace) -> int:
     if (options.gate is None) != (options.base is None):
         raise ConfigError("a gate needs --gate, questions that open it, and --base, others")
     fit_settings(options)
-    require_output(options.output)
+    if options.gate is None:
+        require_no_fit(options)
+    task = options.task or options.source.resolve().stem
+    if len(task) > MAX_ID or not is_unicode(task):
+        raise ConfigError(f"--task must be Unicode of at most {MAX_ID} characters, found {len(task)}: {task!r:.80}")
+    require_output(options.output, options.source, options.gate, options.base, options.background, options.near_misses)
     source = _read(options)  # before the model, which takes longer to load
 
     from ..imported.bundle import import_source
@@ -43,7 +49,6 @@ def import_memory(options: argparse.Namespace) -> int:
     backbone = load_backbone(options.model, options.device)
     if source.base and Path(source.base).name != Path(options.model).name:
         note(f"inducekv-bundle: warning: {options.source} was trained with {source.base}, the model is {options.model}")
-    task = options.task or options.source.resolve().stem
     bundle = import_source(backbone, source, task=task, dtype=options.payload_dtype)
     fitted = None
     if options.gate is not None:
@@ -80,6 +85,7 @@ def _fitted(backbone: Backbone, task: str, options: argparse.Namespace) -> tuple
         base,
         background=background,
         near_misses=near_misses,
+        progress=True,
         **fit_options(settings),
     )
     return fitted, settings.model_dump() | fitted.recorded(base, background, near_misses)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from rich.markup import escape
 from rich.table import Table
 
 from inducekv_vllm.bundle import BundleMetadata, FactRecord
@@ -136,11 +135,11 @@ def print_misses(missed: Sequence[Miss], most: int) -> None:
     table.add_column("wording to add")
     for miss in missed[:most]:
         cells = [miss.answered_by, miss.should, miss.why, ", ".join(miss.missing), ", ".join(miss.added), miss.wording]
-        table.add_row(_shown(miss.question), *(escape(each or NOTHING) for each in cells))
+        table.add_row(_shown(miss.question), *(each or NOTHING for each in cells))
     print_table(table)
 
 
 def _shown(question: str) -> str:
     """In one line."""
     text = " ".join(question.split())
-    return escape(text if len(text) <= LONGEST else f"{text[:LONGEST]}...")
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

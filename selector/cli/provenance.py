@@ -13,12 +13,14 @@ from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.files import audit_chain
 
 from ..runtime.files import require_output
+from .flags import Parser
 from .gate_questions import BACKGROUND, NEAR_MISSES, read_background_of
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
 if TYPE_CHECKING:
     from ..gate.fit import FittedGate
+    from ..update.forget import Forgotten
 
 SUCCESS: Final = 0
 Command = Callable[[argparse.Namespace], int]
@@ -32,7 +34,7 @@ def forget(options: argparse.Namespace) -> int:
     forgotten = Forgotten(ids=options.entry, source_digests=options.source_digest, tasks=options.forget_task)
     bundle = read_bundle(options.path)
     rows = rows_to_forget(bundle, forgotten, str(options.path))
-    fitted = _refitted(options, bundle, rows) if options.model else None
+    fitted = _refitted(options, bundle, rows, forgotten) if options.model else None
     after = without_entries(bundle, rows, None if fitted is None else fitted.gate, forgotten)
     write_bundle(after, options.output)
     gone = ", ".join(task for task in bundle.metadata.tasks if task not in after.metadata.tasks) or "none"
@@ -57,16 +59,14 @@ def _check_forget(options: argparse.Namespace) -> None:
             "to fit the gate again, give --model and --anchors, and --base, --background and --not if it had such "
             "questions"
         )
-    require_output(options.output)
-    if options.output.resolve() == Path(options.path).resolve():
-        raise ConfigError(f"--output {options.output} is the bundle itself, which stays as it is: name another file")
+    require_output(options.output, options.path, options.base, options.background, options.near_misses)
 
 
 def _of_a_fit(options: argparse.Namespace) -> bool:
     return any((options.base, options.background, options.near_misses))
 
 
-def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int]) -> FittedGate | None:
+def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int], forgotten: Forgotten) -> FittedGate | None:
     from ..data.anchors import AnchorStore
     from ..data.examples import read_task
 
@@ -76,7 +76,8 @@ def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int]) -> F
 
     from ..update.forget import refitted_gate
 
-    return refitted_gate(load_backbone(options.model), bundle, rows, anchors, base, background, near_misses)
+    backbone = load_backbone(options.model)
+    return refitted_gate(backbone, bundle, rows, anchors, base, background, near_misses, forgotten)
 
 
 def sign(options: argparse.Namespace) -> int:
@@ -110,11 +111,11 @@ def audit_show(options: argparse.Namespace) -> int:
 
 def add_commands(
     command: Callable[[str, Command], argparse.ArgumentParser],
-    parser: argparse._SubParsersAction[argparse.ArgumentParser],
+    parser: argparse._SubParsersAction[Parser],
 ) -> None:
     """Add these commands to the parser of `inducekv-bundle`."""
     added = command("forget", forget)
-    added.add_argument("path", metavar="PATH", help="a bundle file; it is not changed")
+    added.add_argument("path", metavar="PATH", type=Path, help="a bundle file; it is not changed")
     for flag, dest, metavar, text in FORGET_FLAGS:
         added.add_argument(flag, dest=dest, action="append", default=[], metavar=metavar, help=f"{text}; repeatable")
     added.add_argument("--model", help="fit the gate again, with this model")

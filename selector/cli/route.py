@@ -22,8 +22,9 @@ Command = Callable[[argparse.Namespace], int]
 def route(options: argparse.Namespace) -> int:
     """Fit a gate that sends each request to its task's LoRA adapter, or to the untouched model, and write it."""
     settings = fit_settings(options)
-    require_output(options.output)
     folders = [_task_adapter(argument) for argument in options.adapter]
+    questions = (options.base, options.background, options.near_misses, *(data for *_, data in folders))
+    require_output(options.output, *questions)
     if twice := next((task for task, count in Counter(task for task, *_ in folders).items() if count > 1), None):
         raise ConfigError(f"--adapter gives the task {twice!r} twice")
 
@@ -45,6 +46,7 @@ def route(options: argparse.Namespace) -> int:
         settings=settings,
         background=background,
         near_misses=near_misses,
+        progress=True,
     )
     write_bundle(bundle, options.output)
     print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")

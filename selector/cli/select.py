@@ -16,13 +16,13 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inducekv_vllm.bundle import Bundle, read_bundle
-from inducekv_vllm.errors import ConfigError, InduceKVError
+from inducekv_vllm.errors import InduceKVError
 
 from ..paper.settings import PaperSettings
+from ..runtime.files import require_output
 from .dates import read_date, read_date_after
 from .flags import error_line
 from .gate_questions import read_background_of
@@ -34,7 +34,6 @@ from .warned import warnings_as_lines
 
 if TYPE_CHECKING:
     from ..backbone.model import Backbone
-    from ..data.examples import Example
     from ..document.text import Document
     from ..recipes import RecipeSettings
     from ..run import Learned, TaskRequest
@@ -89,6 +88,7 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
 def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle | None) -> TaskRequest:
     """What the options ask for, with all data read."""
     from ..data.anchors import AnchorStore
+    from ..data.examples import read_task
     from ..run import Anchors, TaskRequest
 
     identity = {
@@ -109,10 +109,10 @@ def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle 
         )
     return TaskRequest(
         load=partial(_load, options),
-        examples=_read(options, options.task) if options.task else (),
-        validation=_read(options, options.validation) if options.validation else None,
+        examples=read_task(options.task, options.columns()) if options.task else (),
+        validation=read_task(options.validation, options.columns()) if options.validation else None,
         settings=settings,
-        base=_read_base(options.base) if options.base else (),
+        base=read_task(options.base, options.columns().of_others()) if options.base else (),
         background=read_background_of(options.background),
         near_misses=read_background_of(options.near_misses),
         previous=previous,
@@ -135,26 +135,14 @@ def _document(options: SelectOptions) -> Document | None:
     return Document(options.task_name or options.document.stem, read_document(options.document))
 
 
-def _read(options: SelectOptions, path: Path) -> list[Example]:
-    from ..data.examples import read_task
-
-    return read_task(path, options.columns())
-
-
-def _read_base(path: Path) -> list[Example]:
-    from ..data.examples import read_task
-
-    return read_task(path)
-
-
 def _load(options: SelectOptions) -> Backbone:
     _note(f"loading {options.model}")
     return load_backbone(options.model, options.device, options.dtype)
 
 
 def _check_paths(options: SelectOptions) -> None:
-    if options.previous and options.output.resolve() == options.previous.resolve():
-        raise ConfigError(f"--output {options.output} is the previous bundle, which stays as it is: name another file")
+    data = (options.task, options.document, options.validation, options.base, options.background, options.near_misses)
+    require_output(options.output, options.previous, *data, options.config, folder_is_made=True)
     if options.publish:
         require_address(options.publish)
 
@@ -210,6 +198,8 @@ def _summarize(learned: Learned, options: SelectOptions) -> None:
     tasks = "".join(f", {task} ({count})" for task, count in report["composition"]["after"].items())
     print(f"{output}: {bundle.num_entries} entries{tasks}, digest {bundle.digest}")
     facts = report.get("facts") or {}
+    if refused := facts.get("refused"):
+        _warn(f"the examples are not kept as facts: {refused}")
     if facts.get("facts"):
         how = "alone: they answer every validation question" if "facts" in facts["accuracy"] else "beside the memory"
         print(f"{output}: {facts['facts']} examples are facts, {how}; docs/facts.md")

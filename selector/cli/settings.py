@@ -20,7 +20,7 @@ from ..data.choice import ANCHORS_PER_TASK, AnchorPolicy
 from ..document.settings import DOCUMENT
 from ..recipes import DEFAULT_RECIPE, RECIPES, RecipeSettings, settings_after
 from ..runtime.settings import Flag
-from ..update.settings import PAPER, REFINED
+from ..update.settings import BUILD, PAPER, REFINED
 from .columns import ColumnOptions
 from .flags import Parser, add_flags, flag_fields, option_of, toml_arguments
 from .gate_questions import BACKGROUND, NEAR_MISSES
@@ -47,6 +47,10 @@ FIRST: Final = (  # the flags that matter first
         "dry_run",
         "publish",
     ),
+)
+OF_TASKS: Final = (  # and not of documents
+    *("recipe", "validation", "anchors", "anchor_policy", "anchors_per_task", "replace", "preset", "log_dir"),
+    *("prompt_column", "answer_column", "image_column"),
 )
 
 
@@ -114,7 +118,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[SelectOptions, dic
 
 
 def choose_recipe(options: SelectOptions, previous: Bundle | None) -> str:
-    """As given, else the previous bundle's; a bundle without a recipe can only be continued by the paper's.
+    """As given, else the paper's after a bundle of that recipe or one that was only built, else the default.
 
     Raises:
         ConfigError: neither a task nor a document is given, or both, or an option that a document has no use for.
@@ -122,15 +126,13 @@ def choose_recipe(options: SelectOptions, previous: Bundle | None) -> str:
     if (options.task is None) == (options.document is None):
         raise ConfigError("expected either --task or --document")
     if options.document is not None:
-        for name in ("recipe", "validation", "anchors", "preset", "log_dir", "replace"):
-            if getattr(options, name):
+        for name in OF_TASKS:
+            if name in options.model_fields_set:
                 raise ConfigError(f"--{name.replace('_', '-')} is for tasks, and --document is given")
         return DOCUMENT
     if options.recipe is not None:
         return options.recipe
-    if previous is None:
-        return DEFAULT_RECIPE
-    return previous.metadata.recipe if previous.metadata.recipe in RECIPES else PAPER
+    return PAPER if previous is not None and previous.metadata.recipe in (PAPER, BUILD) else DEFAULT_RECIPE
 
 
 def recipe_settings(

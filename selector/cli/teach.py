@@ -31,7 +31,9 @@ def teach(options: argparse.Namespace) -> int:
         raise ConfigError("--forget needs the --bundle that has the facts")
     if not options.task and options.bundle is None:
         raise ConfigError("--strictness needs --task, or the --bundle that has the facts")
-    require_output(options.output)
+    if options.budget_bytes is not None and options.budget_bytes < 1:
+        raise ConfigError(f"--budget-bytes must be at least 1, found {options.budget_bytes}")
+    require_output(options.output, *options.task)
 
     from inducekv_vllm.backbone.stored_facts import FactReader
     from inducekv_vllm.teaching import dropped, forgotten, replaced_by, taught
@@ -52,12 +54,21 @@ def teach(options: argparse.Namespace) -> int:
         bundle = taught(bundle, facts, reader, options.budget_bytes, **more)
         for gone in dropped(before, bundle):
             print(f"{gone}: forgotten, to make room")
+        for fact in _corrected(before, facts):
+            print(f"{fact.id}: corrected, it was {fact.question!r:.100}")
     assert bundle is not None
     write_bundle(bundle, options.output)
     for old, new in replaced_by(bundle.metadata.facts).items():
         print(f"{old}: its question is answered by the newer {new}")
     print(f"{options.output}: {len(bundle.metadata.facts)} facts, digest {bundle.digest}")
     return SUCCESS
+
+
+def _corrected(before: Bundle | None, facts: Sequence[FactRecord]) -> list[FactRecord]:
+    """The earlier facts in whose place others are, which ask or answer something else."""
+    new = {fact.id: (fact.question, fact.answer) for fact in facts}
+    earlier = before.metadata.facts if before is not None else ()
+    return [old for old in earlier if new.get(old.id) not in (None, (old.question, old.answer))]
 
 
 def _facts(examples: Sequence[Example], model: str) -> list[FactRecord]:

@@ -10,10 +10,12 @@ the manifest names it, and the manifest is replaced atomically, so that a killed
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +23,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.files.whole import lock_file
 
 from ..runtime.files import replace_file
 from .choice import AnchorPolicy
 from .examples import Example, read_task
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"  # of the run that appends
 
 
 class AnchorTask(BaseModel):
@@ -120,7 +124,7 @@ class AnchorStore:
     def append(
         self, examples: Sequence[Example], *, run: str, policy: AnchorPolicy, seed: int, replace: bool = False
     ) -> None:
-        """Append one task's anchors, durably, unless this run has already done so.
+        """Append one task's anchors, durably, unless this run has already done so. Another run's append is waited for.
 
         Args:
             replace: remove those that other runs have appended of this task.
@@ -128,6 +132,25 @@ class AnchorStore:
         Raises:
             ConfigError: another run has appended anchors of this task, or the files cannot be written.
         """
+        with self._alone():
+            self._append(examples, run, policy, seed, replace)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, no other run appends: it would take the same number for its folder. Raises ConfigError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(self.folder / LOCK, wait=True)
+        except OSError as error:
+            raise ConfigError(f"{self.folder}: cannot write the anchors: {error}") from error
+        if lock is None:
+            raise ConfigError(f"{self.folder}: cannot write the anchors: {LOCK} cannot be locked")
+        try:
+            yield
+        finally:
+            os.close(lock)
+
+    def _append(self, examples: Sequence[Example], run: str, policy: AnchorPolicy, seed: int, replace: bool) -> None:
         tasks = self._records()
         if any(task.run == run for task in tasks):
             self._remove_replaced(tasks)

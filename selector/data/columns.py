@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from reprlib import repr as shown
 from typing import Any, Final
@@ -26,10 +26,22 @@ class Columns:
     answer: str | None = None
     image: str | None = None
     task: str | None = None  # the task's name, of rows that have none
+    optional: bool = False  # columns that are not there are found by their names
 
     def named(self) -> tuple[str, ...]:
         """The names of columns that were given."""
         return tuple(name for name in (self.prompt, self.answer, self.image) if name is not None)
+
+    def of_others(self) -> Columns:
+        """For data beside the task's, which may have the same columns."""
+        return replace(self, task=None, optional=True)
+
+    def there(self, names: Collection[str]) -> Columns:
+        """Without columns that are optional and not among these."""
+        gone: dict[str, Any] = {
+            each: None for each in ("prompt", "answer", "image") if getattr(self, each) not in names
+        }
+        return replace(self, **gone) if self.optional else self
 
 
 BY_NAME: Final = Columns()

@@ -22,7 +22,7 @@ from typing import Any, Final
 from PIL import Image, ImageOps
 
 from inducekv_vllm.bundle import EntryRecord
-from inducekv_vllm.bundle.metadata import MAX_ID
+from inducekv_vllm.bundle.metadata import MAX_ID, MAX_WORDING_BYTES, MAX_WORDINGS, is_unicode
 from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import TaskDataError
 
@@ -102,6 +102,8 @@ def examples_of(
             if isinstance(row, TaskDataError):
                 raise row
             if not isinstance(row, Example):
+                if not isinstance(row, Mapping):
+                    raise TaskDataError(f"{place}: expected a dictionary of columns, found {shown(row)}")
                 record = record_of(row, columns, number, task, place, notes)
                 if record is None:
                     continue
@@ -150,9 +152,11 @@ def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
     identity = record.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
-    for name, value in (("id", identity), ("task", record.get("task"))):
+    for name, value in (("task", record.get("task")), ("id", identity)):
         if not isinstance(value, str) or not value:
             raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {shown(value)}")
+        if not is_unicode(value):
+            raise TaskDataError(f"{place}: {name!r} must be Unicode, found {shown(value)}: is the file's name UTF-8?")
     if len(str(identity)) > MAX_ID:
         raise TaskDataError(f"{place}: 'id' must have at most {MAX_ID} characters, found {len(str(identity))}")
     if not isinstance(record.get("answer"), str):
@@ -185,6 +189,13 @@ def _wordings(also: Any, place: str) -> tuple[str, ...]:
         return ()
     if not isinstance(also, list | tuple) or not all(isinstance(each, str) for each in also):
         raise TaskDataError(f"{place}: 'also' must be a list of other wordings of the question, found {shown(also)}")
+    if len(also) > MAX_WORDINGS:
+        raise TaskDataError(f"{place}: 'also' may have {MAX_WORDINGS} wordings, found {len(also)}")
+    for wording in also:
+        if not 1 <= (size := len(wording.encode())) <= MAX_WORDING_BYTES:
+            raise TaskDataError(
+                f"{place}: a wording in 'also' must have 1 to {MAX_WORDING_BYTES} bytes, found {size}: {shown(wording)}"
+            )
     return tuple(also)
 
 

@@ -44,6 +44,7 @@ def record_of(
     Raises:
         TaskDataError: beginning with `place`.
     """
+    columns = columns.there(values)
     row = Row(values, columns.named(), place)
     named = columns.prompt is not None or columns.answer is not None
     if not named and isinstance(row.look("conversations"), list | tuple):

@@ -42,6 +42,8 @@ def rows_of(source: Path) -> Iterator[Row]:
             yield from _folder_rows(source)
             return
         file = os.fdopen(open_regular(source), "rb")
+    except TaskDataError:
+        raise
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
     except ValueError as error:
@@ -118,10 +120,7 @@ def given_rows(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     }
     for number, row in enumerate(data, start=1):
         place = f"row {number}"
-        if isinstance(row, str | bytes):
-            yield place, TaskDataError(f"{place}: expected a dictionary of columns, found {row!r:.60}")
-        else:
-            yield place, _with_names(row, names, place) if names else row
+        yield place, _with_names(row, names, place) if names else row
 
 
 # ---- JSON --------------------------------------------------------------------------------------------------------

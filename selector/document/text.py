@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 
 from inducekv_vllm.bundle import Bundle, EntryRecord
-from inducekv_vllm.bundle.metadata import MAX_ID
-from inducekv_vllm.errors import BundleError
+from inducekv_vllm.bundle.metadata import MAX_ID, is_unicode
+from inducekv_vllm.errors import BundleError, TaskDataError
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,11 @@ class Document:
 
     name: str
     text: str
+
+    def __post_init__(self) -> None:
+        """Raises TaskDataError: no bundle can record the name."""
+        if not is_unicode(self.name):
+            raise TaskDataError(f"the document's name must be Unicode, found {self.name!r}: is the file's name UTF-8?")
 
     @property
     def digest(self) -> str:

@@ -5,6 +5,7 @@ A document has a bundle of its own, with one entry behind a gate. A new version 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from inducekv_vllm.bundle import ENTRY_AXES, Bundle
+from inducekv_vllm.bundle import ENTRY_AXES, Bundle, facts_of
 from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
 
 from ..backbone.injection import TensorMemory
@@ -33,7 +34,7 @@ from ..runtime.callback import Callback
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
 from ..runtime.progress import note
-from ..update.facts import with_facts_that_help
+from ..update.facts import OF_EXAMPLES, with_facts_that_help
 from ..update.inputs import TaskInputs, require_context
 from ..update.result import UpdateResult
 from .chunks import chunks_of
@@ -45,7 +46,7 @@ from .teacher import Distilling
 from .text import Document
 
 LEAST_TOKENS: Final = 128  # of a document: less is a prompt, or a fact
-HELD_OUT: Final = 8  # one question in so many is for validation
+HELD_OUT: Final = 8  # one question in so many is for validation, or in more
 MOST_VALIDATION: Final = 64
 
 
@@ -139,7 +140,7 @@ def pieces_of(backbone: Backbone, document: Document, settings: DocumentSettings
 
 
 def check_previous(backbone: Backbone, previous: Bundle | None, settings: DocumentSettings) -> None:
-    """Raises FingerprintMismatch, ConfigError: it is of another model or size."""
+    """Raises FingerprintMismatch, ConfigError: it is of another model, size or form."""
     if previous is None:
         return
     previous.require_backbone(backbone.fingerprint, "the previous bundle")
@@ -147,13 +148,17 @@ def check_previous(backbone: Backbone, previous: Bundle | None, settings: Docume
         raise ConfigError(
             f"the previous bundle has {previous.payload_tokens} tokens, found tokens {settings.tokens} in the settings"
         )
+    if settings.form not in ("search", previous.metadata.form):
+        raise ConfigError(
+            f"the previous bundle has the form {previous.metadata.form!r}, found {settings.form!r} in the settings"
+        )
 
 
 def divided(studied: Sequence[Studied], seed: int) -> tuple[list[Studied], list[Studied]]:
     """Training and validation questions, with their share of each kind. Raises TaskDataError: there are too few."""
     order = Random(f"validation {seed}").sample(studied, len(studied))
     order.sort(key=lambda each: each.kind)
-    held_out = order[::HELD_OUT][:MOST_VALIDATION]
+    held_out = order[:: max(HELD_OUT, math.ceil(len(order) / MOST_VALIDATION))]
     training = [each for each in studied if each not in held_out]
     if not training or not held_out:
         raise TaskDataError(
@@ -297,7 +302,14 @@ def bundle_of(
         settings=settings.model_dump() | chosen | counts,
         gate=fitted.gate,
         activations={document.name: found.activation} if memory.form == "decoupled" else {},
+        **_facts_taught(inputs.previous, document),
     )
+
+
+def _facts_taught(previous: Bundle | None, document: Document) -> dict[str, Any]:
+    """What `Bundle.create` takes to keep the facts that people have taught; those of the study are made anew."""
+    found, made = facts_of(previous), f"{OF_EXAMPLES}{document.name}/"
+    return found and found | {"facts": tuple(fact for fact in found["facts"] if not fact.id.startswith(made))}
 
 
 def _divergences(problem: TrainingProblem, memory: TensorMemory) -> dict[str, float]:

@@ -57,16 +57,14 @@ def everyday_requests() -> tuple[Request, ...]:
 
 
 def read_background(path: str | Path) -> list[Example]:
-    """The user's own requests: a text file with one request a line, or task data.
+    """The user's own requests: a .txt file with one request a line, or task data in any format.
 
     Raises:
         TaskDataError: the file cannot be read, is of another format or holds no requests.
     """
     source = Path(path)
-    if source.suffix in (".jsonl", ".json"):
-        return read_task(source)
     if source.suffix != ".txt":
-        raise TaskDataError(f"{source}: expected a .txt file with one request a line, or task data (.jsonl, .json)")
+        return read_task(source)
     try:
         with os.fdopen(open_regular(source), encoding="utf-8-sig") as file:
             lines = [line.strip() for line in file.read().splitlines()]

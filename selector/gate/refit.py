@@ -35,6 +35,7 @@ def refit_gate(
     near_misses: Sequence[Example] = (),
     misses: float | None = None,
     seed: int = 0,
+    progress: bool = False,
 ) -> FittedGate:
     """The gate with new weights and thresholds; arguments and errors as of `fit_gate`.
 
@@ -54,11 +55,11 @@ def refit_gate(
         seed=seed,
     )
     if gate.clause_ends is not None:
-        seen_by_them = seen(backbone, questions, gate.layers, gate.clause_ends)
+        seen_by_them = seen(backbone, questions, gate.layers, gate.clause_ends, progress=progress)
         after, prices, warnings, share = refitted(gate, seen_by_them, questions, torch.tensor(labels), traffic, misses)
         return FittedGate(after, prices, {}, share, warnings)
     share = DEFAULT_MISSES if misses is None else misses
-    values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks)
+    values = token_values(backbone, encode_questions(backbone, questions), gate.layers, gate.marks, progress=progress)
     weights, thresholds, near, prices = refit_rule(
         torch.cat([evidence_in(gate, values), traffic]),  # [n, H]
         labels=labels + [len(gate.tasks)] * len(traffic),

@@ -25,8 +25,10 @@ def text_of(messages: Messages) -> str:
 
 
 def with_text(messages: Messages, text: str) -> list[dict[str, Any]]:
-    """The messages with another text in the last turn, in the place of its last text part; media stay."""
+    """The messages with another text in the last turn, in the place of its last text part or at its end; media stay."""
     parts = messages[-1]["content"]
+    if all(part["type"] != "text" for part in parts):
+        parts = [*parts, {"type": "text", "text": ""}]
     texts = [at for at, part in enumerate(parts) if part["type"] == "text"]
     new = [
         {"type": "text", "text": text} if at == texts[-1] else part

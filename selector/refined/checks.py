@@ -23,7 +23,10 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
     task = new_task(inputs.training)
     for example in inputs.validation:
         if example.task != task:
-            raise TaskDataError(f"validation example {example.id!r} is of the task {example.task!r}, expected {task!r}")
+            raise TaskDataError(
+                f"validation example {example.id!r} is of the task {example.task!r}, expected {task!r}: give both one "
+                "name (--task-name)"
+            )
     if task in inputs.earlier_tasks:
         raise TaskDataError(
             f"the previous bundle already holds the task {task!r}, and a task is refined once: to learn it "

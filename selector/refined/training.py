@@ -246,10 +246,10 @@ class Training:
                 if tensor.shape != parameter.shape:
                     raise ValueError(f"{key} must be {list(parameter.shape)}, found {list(tensor.shape)}")
                 parameter.detach().copy_(tensor)
-            for key, optimizer in self.optimizers.items():
-                _load_optimizer(key, optimizer, tensors)
             self.history = [StepRecord(**record) for record in progress["history"]]
             self.step = int(progress["step"])
+            for key, optimizer in self.optimizers.items() if self.step else ():  # before, they have no state
+                _load_optimizer(key, optimizer, tensors)
             self.checks = [float(loss) for loss in progress["checks"]]
             self.best = {key: tensors[f"best.{key}"] for key in self.parameters} if self.checks else {}
             self.compared = {int(step): list(map(float, each)) for step, each in progress.get("compared", {}).items()}

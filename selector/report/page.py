@@ -85,7 +85,7 @@ def _summary(report: Report) -> tuple[str, str]:
     if entries := _section(_section(report, "composition"), "after"):
         sentences.append(f"Entries by task: {', '.join(f'{task} ({count})' for task, count in entries.items())}.")
     if _is_number(size := report.get("memory_bytes")):
-        sentences.append(f"They take {size:,} bytes.")
+        sentences.append(f"The memory takes {size:,} bytes.")
     return verdict, " ".join([*sentences, f"Digest: {report.get('digest') or 'none'}."])
 
 

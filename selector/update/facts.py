@@ -7,9 +7,9 @@ one is close to is left to the memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from inducekv_vllm.bundle import Bundle, FactRecord, Gate, with_metadata
+from inducekv_vllm.bundle import Bundle, FactRecord, Gate, file_content, with_metadata
 from inducekv_vllm.bundle.metadata import MAX_ID
 from inducekv_vllm.errors import InduceKVError
 from inducekv_vllm.teaching import fact_of, taught
@@ -20,6 +20,8 @@ from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 from .inputs import TaskInputs
 from .settings import REFINED
+
+OF_EXAMPLES: Final = "fact/"  # with which the ids begin of facts that a run has made
 
 
 def fact_of_example(example: Example, id: str, picture: str | None = None) -> FactRecord | None:
@@ -37,7 +39,7 @@ def fact_of_example(example: Example, id: str, picture: str | None = None) -> Fa
 
 def facts_of_examples(examples: Sequence[Example]) -> list[FactRecord]:
     """Of those that can be facts. Their ids follow from the examples'; a run gives their dates at its end."""
-    facts = [fact_of_example(each, f"fact/{each.task}/{each.id}"[-MAX_ID:]) for each in examples]
+    facts = [fact_of_example(each, f"{OF_EXAMPLES}{each.task}/{each.id}"[-MAX_ID:]) for each in examples]
     return [fact.model_copy(update={"created_at": None}) for fact in facts if fact is not None]
 
 
@@ -94,5 +96,7 @@ def with_facts_that_help(
 
 
 def _taught(bundle: Bundle | None, facts: Sequence[FactRecord], scorer: Scorer) -> Bundle:
-    """Those of earlier tasks do not make room for a new one's."""
-    return taught(bundle, facts, fact_reader(scorer.backbone), when_full="refuse")
+    """Those of earlier tasks do not make room for a new one's. Raises InduceKVError: they are too many, or no facts."""
+    richer = taught(bundle, facts, fact_reader(scorer.backbone), when_full="refuse")
+    file_content(richer)  # more than a file takes are refused now, and not after the training
+    return richer

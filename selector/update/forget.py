@@ -86,11 +86,12 @@ def refitted_gate(
     base: Sequence[Example],
     background: Sequence[Example] = (),
     near_misses: Sequence[Example] = (),
+    forgotten: Forgotten = NOTHING,
 ) -> FittedGate | None:
-    """A gate for the tasks that are left, fitted to their anchors alone; None for a bundle without a gate.
+    """A gate for the tasks that are left, fitted to their anchors alone; None without a gate, or if none is left.
 
     Anchors of gone tasks, and those that a forgotten entry was made from, are not used. The gate may miss the same
-    share of own questions as before.
+    share of own questions as before. Arguments as of `without_entries`.
 
     Raises:
         FingerprintMismatch: the bundle was made for another backbone.
@@ -100,7 +101,7 @@ def refitted_gate(
         TaskDataError: a base question is one of a task's.
     """
     metadata = bundle.metadata
-    if bundle.gate is None:
+    if bundle.gate is None or not (tasks := without_entries(bundle, rows, forgotten=forgotten).metadata.gate_tasks):
         return None
     bundle.require_backbone(backbone.fingerprint, "the bundle")
     if metadata.task_adapters:
@@ -112,11 +113,11 @@ def refitted_gate(
     if metadata.settings.get("near_misses") and not near_misses:
         raise ConfigError("the gate was fitted to near-misses too, and would let them in without: give --not")
     gone = set(rows)
-    left = [entry for row, entry in enumerate(metadata.entries) if row not in gone]
-    forgotten = {metadata.entries[row].source_digest for row in gone} - {entry.source_digest for entry in left}
+    left = {entry.source_digest for row, entry in enumerate(metadata.entries) if row not in gone}
+    sources = {metadata.entries[row].source_digest for row in gone} - left
     own = {}
-    for task in dict.fromkeys(entry.task for entry in left):
-        examples = [each for each in anchors if each.task == task and each.source_digest not in forgotten]
+    for task in tasks:
+        examples = [each for each in anchors if each.task == task and each.source_digest not in sources]
         if not examples:
             raise ConfigError(f"the gate cannot be fitted again: there are no anchors of the task {task!r}")
         own[task] = examples

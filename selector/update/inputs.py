@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
+from inducekv_vllm.teaching import RECIPE as TEACH
 
 from ..backbone.model import Backbone
 from ..backbone.scoring import Scorer
@@ -15,7 +17,9 @@ from ..data.choice import hold_out
 from ..data.examples import Example
 from ..runtime.progress import track
 from .measures import composition
-from .settings import IMPORTED, REFINED
+from .settings import BUILD, PAPER, REFINED
+
+CONTINUED: Final[Mapping[str, Collection[str]]] = MappingProxyType({PAPER: (PAPER, BUILD, TEACH), REFINED: (REFINED,)})
 
 
 @dataclass(frozen=True)
@@ -121,11 +125,7 @@ def check_previous(backbone: Backbone, inputs: TaskInputs, budget: int, payload_
     if previous is None:
         return
     previous.require_backbone(backbone.fingerprint, "the previous bundle")
-    made_by = previous.metadata.recipe
-    if (made_by == REFINED) != (recipe == REFINED) or made_by == IMPORTED:
-        raise BundleError(
-            f"the previous bundle was made by the recipe {made_by!r}, which the recipe {recipe!r} cannot continue"
-        )
+    check_recipe(previous, recipe)
     if previous.num_entries and previous.payload_tokens != payload_tokens:
         raise BundleError(
             f"the previous bundle has {previous.payload_tokens} payload tokens an entry, "
@@ -139,6 +139,14 @@ def check_previous(backbone: Backbone, inputs: TaskInputs, budget: int, payload_
             raise TaskDataError(
                 f"the id {example.id!r} of task {example.task!r} is already that of an entry of the previous bundle"
             )
+
+
+def check_recipe(previous: Bundle | None, recipe: str) -> None:
+    """Raises BundleError: the recipe cannot continue what made the previous memory."""
+    if previous is not None and (made_by := previous.metadata.recipe) not in CONTINUED[recipe]:
+        raise BundleError(
+            f"the previous bundle was made by the recipe {made_by!r}, which the recipe {recipe!r} cannot continue"
+        )
 
 
 def require_context(scorer: Scorer, examples: Sequence[Example], progress: bool) -> None:

@@ -27,8 +27,10 @@ def composition(records: Sequence[EntryRecord]) -> dict[str, int]:
 
 
 def memory_bytes(bundle: Bundle) -> int:
-    """Bytes of the entries and of the relevance gate, if there is one."""
-    return entry_bytes(bundle) + stored_gate_bytes(bundle)
+    """Bytes of the entries, the relevance gate and the facts, as far as there are any."""
+    from inducekv_vllm.teaching import stored_bytes  # which imports transformers, and `inspect` does without
+
+    return entry_bytes(bundle) + stored_gate_bytes(bundle) + stored_bytes(None, bundle.metadata.facts)
 
 
 def stored_gate_bytes(bundle: Bundle) -> int:

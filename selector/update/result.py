@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
@@ -34,19 +34,17 @@ def helps(report: Mapping[str, Any]) -> bool:
     return right is not None and bool(right["deployed"] > right["no_memory"])
 
 
-def with_dates(bundle: Bundle, previous: Bundle | None, created_at: datetime, expires_at: datetime | None) -> Bundle:
-    """The bundle with these dates for the entries and facts that `previous` does not have; those keep theirs.
+def with_dates(bundle: Bundle, kept: Collection[Record], created_at: datetime, expires_at: datetime | None) -> Bundle:
+    """The bundle with these dates for its entries and facts that are not `kept` as an earlier version has them.
 
     Args:
         created_at: in UTC, in whole seconds.
         expires_at: likewise; None for never.
     """
-    before = previous.metadata if previous is not None else None
-    held = {record.id for record in (*before.entries, *before.facts)} if before is not None else set()
 
     def of(record: R) -> R:
         dates = {"created_at": created_at, "expires_at": expires_at}
-        return record if record.id in held else record.model_copy(update=dates)
+        return record if record in kept else record.model_copy(update=dates)
 
     metadata = bundle.metadata
     return with_metadata(bundle, entries=tuple(map(of, metadata.entries)), facts=tuple(map(of, metadata.facts)))

@@ -41,6 +41,7 @@ def route_bundle(
     settings: GateSettings,
     background: Sequence[Example] = (),
     near_misses: Sequence[Example] = (),
+    progress: bool = False,
 ) -> tuple[Bundle, FittedGate]:
     """Fit a gate to questions of tasks and questions that need no adapter; answers are not used.
 
@@ -63,6 +64,7 @@ def route_bundle(
         base,
         background=background,
         near_misses=near_misses,
+        progress=progress,
         **fit_options(settings),
     )
     bundle = bundle_without_entries(

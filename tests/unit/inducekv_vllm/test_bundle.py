@@ -480,7 +480,7 @@ def test_many_entries_are_checked_in_linear_time(path: Path, gated: bool) -> Non
 
 
 def test_a_header_that_is_too_long_to_be_read_is_not_written(path: Path) -> None:
-    with pytest.raises(BundleError, match="the metadata is too large: a header of"):
+    with pytest.raises(BundleError, match=r"a header of .* bytes, expected 25165824 at most"):
         write_bundle(random_bundle(settings={"x": "x" * MAX_HEADER_BYTES}), path)
     assert not path.exists()
 

@@ -57,3 +57,10 @@ def test_a_gate_has_tasks_of_facts_alone() -> None:
     assert bundle.take([0]).metadata.gate_tasks == ("a", "c")
     with pytest.raises(BundleError, match="gate task 'c' has no entries, no facts and no adapter"):
         bundle.next(facts=())
+
+
+def test_the_gate_goes_with_the_last_of_its_tasks() -> None:
+    """Facts of a task that it does not know stay, and are found by their words alone."""
+    fact = FactRecord(id="f", task="c", source_digest="cd", question="Who keeps the mill?", answer="Ed")
+    left = gated().next(facts=(fact,)).take([])
+    assert (left.gate, left.metadata.gate_tasks, left.metadata.facts) == (None, (), (fact,))

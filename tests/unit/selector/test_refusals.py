@@ -47,9 +47,7 @@ CASES = {
         TaskDataError, "is also a question of the task 'colours'", {"base": "colours"}, after="colours"
     ),
     "background is the task's": Case(ConfigError, "is also a question of the task", {"background": "counts"}),
-    "background is missing": Case(
-        TaskDataError, "expected a .txt file with one request a line", {"background": "nowhere"}
-    ),
+    "background is missing": Case(TaskDataError, "cannot read the task data", {"background": "nowhere"}),
     "no examples": Case(TaskDataError, "holds no examples", {"task": "empty"}),
     "no validation examples": Case(TaskDataError, "holds no examples", {"validation": "empty"}),
     "one example": Case(TaskDataError, "a tenth is held out for validation", {"task": "one"}),

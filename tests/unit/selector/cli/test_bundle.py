@@ -17,6 +17,7 @@ from server.demo import BUNDLE, CHECKPOINT
 from tests.bundles import random_bundle, random_gate, random_gated_bundle
 from tests.task_data import record, write_task
 from tests.unit.selector.cli.bundle_command import command, refuse, written
+from tests.unit.selector.imitated import imitated_server
 from tests.unit.selector.stream import stop
 
 GATE = random_gate(marks=TurnMarks((7, 8), 9), thresholds=torch.tensor([0.25, 0.5]))
@@ -199,3 +200,20 @@ def test_inspect_verify_and_plan_need_no_extra() -> None:
     assert ended.returncode == 0, ended.stderr
     for text in ("relevance gate", f"{BUNDLE}: good, 8 entries", "KV tokens a layer"):
         assert text in ended.stdout
+
+
+def test_names_with_brackets_are_shown_as_they_are() -> None:
+    """Rich would take them for marks of its own."""
+    card = {"name": "[/x]", "digest": "d", "entries": 1, "facts": 0, "tasks": ["[red]:key:"]}
+    card |= {"versions": ["d"], "active_requests": 0}
+    with imitated_server(lambda request: (200, {"data": [card], "has_more": False})) as url:
+        assert command("list", "--url", url).splitlines()[1].split() == ["[/x]", "d", "1", "0", "[red]:key:", "0", "0"]
+
+
+def test_a_wrong_command_line_is_one_line() -> None:
+    for arguments, problem in (
+        (["plan", "--config", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
+        (["inspekt"], "invalid choice: 'inspekt'"),
+        (["verify"], "the following arguments are required: PATH"),
+    ):
+        assert problem in refuse(*arguments)

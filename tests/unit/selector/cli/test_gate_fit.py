@@ -184,7 +184,7 @@ def test_what_is_refused_leaves_nothing(
         ),
         (files.arguments(old, "--background", tmp_path / "none.txt"), "cannot read the background requests"),
         (files.arguments(old, "--background", asked, "--task", text), "is also a question of the task 'counts'"),
-        (files.arguments(old, "--output", old), "is the bundle itself, which stays as it is"),
+        (files.arguments(old, "--output", old), "is one of the inputs, which stays as it is"),
         (files.arguments(old, "--model", model_folders["qwen3-vl"]), "another backbone"),
     ):
         assert problem in refuse(*arguments)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle import with_metadata, write_bundle
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
@@ -173,6 +173,7 @@ def test_a_wrong_settings_file_is_refused(stream: Stream, tmp_path: Path, text: 
         (["--beta", "-1"], "beta must be at least 0, found -1.0"),
         (["--gamma", "nan"], "gamma must be a finite number, found nan"),
         (["--output", "/dev/null/next.safetensors"], "the folder /dev/null cannot be made: /dev/null is no folder"),
+        (["--output", "x" * 300], "cannot write there: File name too long"),
         (["--previous", "/nowhere/old.safetensors"], "/nowhere/old.safetensors: no such file"),
         (["--task", "/nowhere/train.jsonl"], "cannot read the task data"),
         (["--publish", "ftp://host"], "must be an http or https address, found 'ftp://host'"),
@@ -214,13 +215,17 @@ def test_a_previous_bundle_that_does_not_fit_is_refused_and_stays(
         ("colours", ("--payload-tokens", "4"), "has 2 payload tokens an entry, found 4"),
         ("colours", ("--budget", "1"), "budget of 1 is below the 2 entries"),
         ("colours", ("--model", str(model_folders["qwen3-vl"])), "was made for another backbone: architecture"),
+        ("colours", ("--model", str(model_folders["qwen3-vl"]), "--dry-run"), "was made for another backbone"),
         ("colours", ("--output", str(stream.output("counts"))), "which stays as it is"),
+        ("colours", ("--output", str(stream.tasks["colours"])), "which stays as it is"),
         ("counts", ("--output", str(stream.output("colours"))), "already that of an entry"),
     ]:
         assert message in stream.refuse(task, *options, previous="counts")
     assert not stream.output("colours").exists()
     assert stream.output("counts").read_bytes() == before
     stream.update("colours", previous="counts")
+    write_bundle(with_metadata(stream.bundle("counts"), recipe="route"), stream.output("counts"))
+    assert "recipe 'route', which the recipe 'paper' cannot continue" in stream.refuse("colours", previous="counts")
 
 
 def test_a_full_disk_leaves_the_old_bundle(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

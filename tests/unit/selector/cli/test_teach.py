@@ -24,7 +24,7 @@ from selector.backbone.scoring import Scorer
 from selector.cli.bundle import main as bundle_command
 from selector.data.examples import read_task
 from selector.update.forget import without_entries
-from tests.bundles import random_bundle
+from tests.bundles import random_bundle, random_gate
 from tests.drawings import drawings
 from tests.tiny_families import FAMILIES
 
@@ -65,12 +65,16 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     assert asked(reader, bundle, "Which code has Lima, please?") == ["Lima"]
     assert asked(reader, bundle, "Which code has Rome, please?") == []
 
-    more = write(tmp_path / "more.jsonl", ["Rome"])
+    more, again = write(tmp_path / "more.jsonl", ["Rome"]), tmp_path / "again.jsonl"
+    changed = write(again, ["Oslo"], answer="OSL").read_text()
+    again.write_text(changed + write(again, ["Quito"]).read_text())
     options = ["--model", str(model), "--bundle", str(first), "--output", str(second)]
-    assert bundle_command(["teach", *options, "--task", str(more), "--forget", "Lima"]) == 0
+    tasks = ["--task", str(more), "--task", str(again)]
+    assert bundle_command(["teach", *options, *tasks, "--forget", "Lima"]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == ["Oslo: corrected, it was 'What is the code of Oslo?'"]
     bundle = read_bundle(second)
     assert bundle.metadata.parent_digest is not None
-    assert [fact.id for fact in bundle.metadata.facts] == [*CITIES[1:], "Rome"]
+    assert [fact.id for fact in bundle.metadata.facts] == [*CITIES[3:], "Rome", "Oslo", "Quito"]
     assert asked(reader, bundle, "Which code has Lima, please?") == []
     assert bundle_command(["diff", str(first), str(second)]) == 1
     printed = capsys.readouterr().out
@@ -130,6 +134,7 @@ def test_pictures(tmp_path: Path) -> None:
         (["--strictness", "strict"], "--strictness needs --task, or the --bundle"),
         (["--task", "TALK"], "expected one question, found a conversation"),
         (["--task", "TASK", "--budget-bytes", "10"], "its budget is 10"),
+        (["--task", "TASK", "--budget-bytes", "0"], "--budget-bytes must be at least 1, found 0"),
         (["--bundle", "FOREIGN", "--task", "TASK"], "made for another backbone"),
     ],
 )
@@ -165,6 +170,17 @@ def test_ids_are_forgotten_as_they_are(reader: FactReader) -> None:
     assert [fact.id for fact in left.metadata.facts] == ["1", "2"]
     with pytest.raises(UnknownFact, match="no fact '3'"):
         forgotten(left, ["1", "3"])
+
+
+def test_the_last_fact_of_a_task_takes_its_gate_along(reader: FactReader) -> None:
+    """`inducekv-select` makes tasks of facts alone, which the gate knows."""
+    facts = [fact_of("Who?", "Ann", "people", id="a"), fact_of("Where?", "there", "places", id="b")]
+    gate = random_gate(reader.model, ("people", "places")).stored()
+    gated = taught(None, facts, reader).next(gate=gate)
+    left = forgotten(gated, ["a"])
+    assert (left.metadata.gate_tasks, [fact.id for fact in left.metadata.facts]) == (("places",), ["b"])
+    other = taught(left, [fact_of("Why?", "so", "reasons", id="c")], reader)
+    assert forgotten(other, ["b"]).gate is None
 
 
 NUMBERED = (("1", "Lima"), ("2", "Oslo"), ("12", "Rome"))

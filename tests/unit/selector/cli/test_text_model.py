@@ -60,6 +60,15 @@ def test_a_stream_of_two_tasks(text_stream: Stream) -> None:
     ]
 
 
+def test_facts_that_cannot_be_are_warned_of(text_stream: Stream, capsys: pytest.CaptureFixture[str]) -> None:
+    wordless = record(0, id="x", task="colours", messages=[{"role": "user", "content": "?!"}])
+    with text_stream.tasks["colours"].open("a") as file:
+        file.write(json.dumps(wordless))
+    text_stream.update("colours", "--activation", "generation")
+    warning = "the examples are not kept as facts: example 'fact/colours/x': expected a question with words, found '?!'"
+    assert f"inducekv-select: warning: {warning}" in capsys.readouterr().err.splitlines()
+
+
 def test_pictures_are_refused_before_anything_is_trained(text_stream: Stream, tasks: dict[str, Path]) -> None:
     mixed = Stream(text_stream.folder, text_stream.model, tasks, SEARCH)
     before = sorted(text_stream.folder.iterdir())
@@ -139,7 +148,7 @@ def forgotten(path: Path, bundle: Bundle, folder: Path) -> None:
 
 
 def test_nothing_is_trained_where_facts_answer_everything(
-    remembering: Stream, text_stream: Stream, tmp_path: Path, llama: Path
+    remembering: Stream, text_stream: Stream, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first task, and behind others; each has its questions behind the gate."""
     alone = remembering.update("codes")
@@ -176,3 +185,7 @@ def test_nothing_is_trained_where_facts_answer_everything(
     kept, tried = with_facts_that_help(full, cities, questions, scorer)
     assert kept is full
     assert f"its budget is {used + 100}" in tried["refused"]
+    monkeypatch.setattr("inducekv_vllm.bundle.file.MAX_HEADER_BYTES", 1000)
+    kept, tried = with_facts_that_help(second, cities, questions, scorer)
+    assert kept is second
+    assert "the metadata is too large" in tried["refused"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from pathlib import Path
+from threading import Thread
 from typing import get_args
 
 import pytest
@@ -99,6 +100,27 @@ def test_a_full_disk_leaves_the_store_as_it_was(
         store.append(tasks[1], run="run 1", policy="random", seed=0)
     assert len(store.read()) == 4
     assert not (store.folder / "0001").exists()
+
+
+def test_two_runs_that_end_at_once_both_append(
+    store: AnchorStore, tasks: list[list[Example]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins while the first writes its folder."""
+    write, others = module._write_examples, list[Thread]()
+
+    def meanwhile(folder: Path, examples: list[Example]) -> int:
+        if not others:
+            options = {"run": "other", "policy": "random", "seed": 0}
+            others.append(Thread(target=AnchorStore(store.folder).append, args=(tasks[1],), kwargs=options))
+            others[0].start()
+            others[0].join(timeout=0.3)
+        return write(folder, examples)
+
+    monkeypatch.setattr(module, "_write_examples", meanwhile)
+    store.append(tasks[0], run="one", policy="random", seed=0)
+    others[0].join()
+    assert [task.run for task in store.tasks()] == ["one", "other"]
+    assert len(store.read()) == 8
 
 
 def many(answers: list[str]) -> list[Example]:

@@ -115,6 +115,27 @@ def test_named_columns_pictures_and_tasks(tmp_path: Path) -> None:
     assert (second.id, second.answer, second.images) == ("cats/2", "3", ())
 
 
+@pytest.mark.parametrize("header", ["ticket,team", "question,answer"])
+def test_other_data_may_have_the_columns_of_the_task(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "base.csv"
+    path.write_text(f"{header}\nWhat is two?,2\n")
+    (found,) = read_task(path, Columns("ticket", "team", task="support").of_others())
+    assert (found.task, found.messages[-1]["content"][0]["text"], found.answer) == ("base", "What is two?", "2")
+
+
+def test_a_file_whose_name_is_not_utf8_is_refused_or_named(tmp_path: Path) -> None:
+    path = tmp_path / "caf\udce9.csv"  # b"caf\xe9.csv"
+    path.write_text("question,answer\nWhat is two?,2\n")
+    with pytest.raises(TaskDataError, match=r"line 2: 'task' must be Unicode, found 'caf\\udce9': is the file's name"):
+        read_task(path)
+    assert [each.id for each in read_task(path, Columns(task="sums"))] == ["sums/1"]
+
+
+def test_a_folder_that_is_no_data_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(TaskDataError, match=f"^{tmp_path}: expected a file, or a folder that `datasets` has saved"):
+        read_task(tmp_path)
+
+
 def test_alpaca_with_an_input_and_a_system_prompt(tmp_path: Path) -> None:
     row = {"system": "Be brief.", "instruction": "Translate.", "input": "der Hund", "output": "the dog"}
     (tmp_path / "x.json").write_text(json.dumps([row]))

@@ -241,6 +241,8 @@ def test_a_dataset_in_memory_has_its_names_too() -> None:
     assert [example.answer for example in read(Dataset([{"question": "a", "answer": 1}]))] == ["positive"]
     with pytest.raises(TaskDataError, match="row 1: expected a dictionary of columns, found 'question'"):
         read(["question"])  # what iterating over a pandas.DataFrame gives
+    with pytest.raises(TaskDataError, match=r"row 1: expected a dictionary of columns, found \('a', 'b'\)"):
+        read([("a", "b")])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("answer", ["", " \n"])
@@ -375,3 +377,17 @@ def test_calls_of_tools_are_refused_by_name(name: str, tmp_path: Path) -> None:
     for messages in ([USER, call], [USER, call, USER, said("red")]):
         with pytest.raises(TaskDataError, match=rf"line 1: message 2 is a call of tools \('{name}'\)"):
             read_task(written(tmp_path, [{"messages": messages}]))
+
+
+@pytest.mark.parametrize(
+    ("also", "problem"),
+    [
+        (["x" * 101], "a wording in 'also' must have 1 to 100 bytes, found 101"),
+        ([""], "a wording in 'also' must have 1 to 100 bytes, found 0"),
+        (["x"] * 33, "'also' may have 32 wordings, found 33"),
+    ],
+)
+def test_wordings_that_no_fact_can_have_are_refused_at_once(also: list[str], problem: str, tmp_path: Path) -> None:
+    """And not when facts are tried, after the gate's fit."""
+    with pytest.raises(TaskDataError, match=f"line 1: {problem}"):
+        read_task(written(tmp_path, [{"question": "a", "answer": "b", "also": also}]))

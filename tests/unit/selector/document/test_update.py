@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM
 
 import selector
-from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.api import read
 from selector.backbone.generation import answer_logprobs, score
@@ -22,7 +24,9 @@ from selector.backbone.scoring import Scorer
 from selector.cli.select import main
 from selector.document.language import nats_per_byte, warn_of_strange_language
 from selector.document.start import initial_memory
+from selector.document.study import Studied
 from selector.document.teacher import Lesson, logprobs_beside
+from selector.document.update import divided
 from selector.runtime.checkpoint import Checkpoint
 from tests.tiny_models import save_tiny_llama
 
@@ -153,6 +157,43 @@ def test_a_new_version_starts_from_the_old_memory(llama: Backbone, taught: selec
         selector.teach_document(llama, selector.Document("pumps", TEXT), previous=taught, **few)
     with pytest.raises(ConfigError, match="has 8 tokens, found tokens 4"):
         selector.teach_document(llama, document, previous=taught, tokens=4, **few)
+    with pytest.raises(ConfigError, match="has the form 'merged', found 'decoupled'"):
+        selector.teach_document(llama, document, previous=taught, **(few | {"form": "decoupled"}))
+
+
+def test_a_new_version_has_dates_of_its_own(
+    folder: Path, file: Path, taught: selector.Taught, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its entry has the id of the old one. Facts that people have taught stay, those of the study do not."""
+    old, new = (tmp_path / f"{name}.safetensors" for name in ("old", "new"))
+    facts = [
+        FactRecord(id=id, task="valves", source_digest=id, question=f"What is {id}?", answer="it")
+        for id in ("mine", "fact/valves/cloze/0/1")
+    ]
+    write_bundle(taught.bundle.next(facts=tuple(facts)), old)
+    few = ("--asked", "0", "--continuations", "0", "--steps", "0", "--facts", "off", "--chunk-tokens", "64")
+    dates = ("--created", "2026-01-31", "--expires", "90d")
+    command = ["--document", str(file), "--model", str(folder), "--output", str(new), "--previous", str(old), *few]
+    assert main([*command, "--dry-run"]) == 0
+    assert "memory: 8 tokens, " in capsys.readouterr().out
+    assert main([*command, *dates, "--allow-worse"]) == 0
+    (entry,) = read_bundle(new).metadata.entries
+    assert entry.created_at == datetime(2026, 1, 31, tzinfo=UTC)
+    assert entry.expires_at == datetime(2026, 5, 1, tzinfo=UTC)
+    assert read_bundle(new).metadata.facts == (facts[0],)
+
+
+def test_a_task_cannot_continue_a_document(
+    taught: selector.Taught, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, table = tmp_path / "old.safetensors", tmp_path / "task.csv"
+    write_bundle(taught.bundle, old)
+    table.write_text("question,answer\nWho?,I\nWhen?,now\n")
+    files = ["--task", str(table), "--previous", str(old), "--output", str(tmp_path / "new.safetensors")]
+    for recipe in ("refined", "paper"):
+        more = () if recipe == "refined" else ("--recipe", recipe)
+        assert main(["--model", "none", *files, *more]) == 2
+        assert f"recipe 'document', which the recipe {recipe!r} cannot continue" in capsys.readouterr().err
 
 
 def test_decoupled_memory_changes_nothing_before_it_is_trained(llama: Backbone, file: Path) -> None:
@@ -170,6 +211,8 @@ def test_decoupled_memory_changes_nothing_before_it_is_trained(llama: Backbone, 
         (["--task", "a.csv"], "expected either --task or --document"),
         (["--recipe", "paper"], "--recipe is for tasks, and --document is given"),
         (["--entries-per-task", "2"], "--entries-per-task is for tasks, and --document is given"),
+        (["--anchors-per-task", "2"], "--anchors-per-task is for tasks, and --document is given"),
+        (["--prompt-column", "a"], "--prompt-column is for tasks, and --document is given"),
     ],
 )
 def test_options_of_tasks_are_refused(
@@ -186,6 +229,8 @@ def test_a_document_that_is_no_document_is_refused(llama: Backbone) -> None:
         selector.teach_document(llama, selector.Document("one", "Tea is served at four."), **FEW)
     with pytest.raises(ConfigError, match="tokens, found tokens 9999"):
         selector.teach_document(llama, selector.Document("valves", TEXT), **(FEW | {"tokens": 9999}))
+    with pytest.raises(TaskDataError, match="the document's name must be Unicode"):
+        selector.Document("caf\udce9", TEXT)
 
 
 def test_a_language_that_the_model_reads_badly_is_warned_of(llama: Backbone) -> None:
@@ -196,6 +241,18 @@ def test_a_language_that_the_model_reads_badly_is_warned_of(llama: Backbone) -> 
     assert nats_per_byte(llama, ids[0]) == pytest.approx(expected, abs=1e-4)
     with pytest.warns(selector.TaskDataWarning, match="valves: the model reads this document badly"):
         warn_of_strange_language(llama, ids[0], "valves")
+
+
+@pytest.mark.parametrize("number", [60, 700])
+def test_validation_has_questions_of_every_kind(number: int) -> None:
+    kinds: list[Any] = ["question", "use", "summary", "cloze", "continuation"]
+    lesson = Lesson(torch.zeros(1, 1), torch.zeros(1, 1))
+    rows = read([{"prompt": f"{at}?", "answer": "yes"} for at in range(number)], "valves")
+    studied = [Studied(each, lesson, kinds[at % 5], "", False, True) for at, each in enumerate(rows)]
+    training, validation = divided(studied, 0)
+    assert {each.kind for each in validation} == {*kinds}
+    assert len(validation) == min(64, math.ceil(number / 8))
+    assert len(training) == number - len(validation)
 
 
 def test_minutes_limit_the_steps(llama: Backbone, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,6 +171,9 @@ def test_background_requests(tmp_path: Path) -> None:
     assert len({e.source_digest for e in found}) == 2
     data = write_task(tmp_path / "task", questions_about("mine", "Which one?"))
     assert [e.id for e in read_background(data)] == [f"mine{number}" for number in range(12)]
+    table = tmp_path / "asked.csv"
+    table.write_text("question,answer\nWhere?,there\n")
+    assert [text_of(e.messages) for e in read_background(table)] == ["Where?"]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_background_requests(tmp_path: Path) -> None:
         ("a.txt", b"\n \n", "the file holds no requests"),
         ("a.txt", b"\xff\xfe\x00", "not UTF-8 text"),
         ("a.txt", None, "cannot read the background requests"),
-        ("a.csv", b"a,b\n", "expected a .txt file"),
+        ("a.csv", b"a,b\n1,2\n", "no column is the prompt"),
         ("a.jsonl", b"{\n", "malformed JSON"),
     ],
 )
@@ -189,3 +192,16 @@ def test_background_that_cannot_be_read(tmp_path: Path, name: str, content: byte
         path.write_bytes(content)
     with pytest.raises(TaskDataError, match=problem):
         read_background(path)
+
+
+def test_pictures_without_a_word_are_asked_about_too(tmp_path: Path) -> None:
+    """Captions, labels: what is said around a picture stands behind it."""
+    lines = questions_about("captions", "")
+    for line in lines:
+        line["messages"][0]["content"].pop()
+    pictures = read_task(write_task(tmp_path / "captions", lines))
+    questions = fitting_set({"captions": pictures}, base(), pictures=True, seed=0)
+    own = [q for q in questions if q.task == "captions"]
+    assert all(sum(part["type"] == "image" for turn in q.messages for part in turn["content"]) == 1 for q in own)
+    assert {text_of(q.messages) for q in own if q.kind == "plain"} == {""}
+    assert all(text_of(q.messages) for q in own if q.kind == "wrapped")

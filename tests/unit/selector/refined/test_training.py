@@ -147,6 +147,15 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
         assert torch.equal(resumed.best[name], whole.best[name])
 
 
+def test_a_training_without_a_step_resumes_too(problem: TrainingProblem, tmp_path: Path) -> None:
+    """Of `--steps 0` the losses are compared, and kept."""
+    settings, folder = changed(EXACT, steps=0), checkpoint(tmp_path / "progress")
+    first, again = (Training(problem, settings, LEARNING_RATE) for _ in range(2))
+    losses = first.compare(0, folder, "one")
+    train(again, folder, "one")
+    assert torch.equal(again.compare(0, folder, "one"), losses)
+
+
 @pytest.mark.parametrize(
     ("losses", "patience", "done"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, bundle_digest, with_entries
+from inducekv_vllm.bundle import Bundle, FactRecord, bundle_digest, with_entries
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 from selector.backbone.model import Backbone
 from selector.data.examples import Example, read_task
@@ -149,3 +149,20 @@ def test_the_gate_is_fitted_again_without_what_is_forgotten(llava: Backbone, tmp
         with pytest.raises(ConfigError, match=expected_error):
             refitted_gate(backbone, asked, rows, everything, base)
     assert refitted_gate(backbone, remade(random_bundle()), [0], everything, base) is None
+
+
+def test_the_gate_is_fitted_again_for_tasks_of_facts_alone(
+    llava: Backbone, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which have no entry, and may be all that is left."""
+    facts = tuple(
+        FactRecord(id=f"f{task}", task=task, source_digest=task, question="Who?", answer="I") for task in "bc"
+    )
+    made_from = [replace(each, task="a") for each in examples[:2]]
+    bundle = bundle_behind(random_gate(llava.fingerprint, "abc"), llava, made_from, facts=facts)
+    anchors = [replace(each, task=task) for each, task in zip(examples[2:5], "abc", strict=True)]
+    fitted_to: list[list[str]] = []
+    monkeypatch.setattr("selector.update.forget.fit_gate", lambda _, own, *__, **___: fitted_to.append(list(own)))
+    refitted_gate(llava, bundle, [0, 1], anchors, [])
+    refitted_gate(llava, bundle, [0, 1], anchors, [], forgotten=Forgotten(tasks=["c"]))
+    assert fitted_to == [["b", "c"], ["b"]]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inducekv_vllm.backbone.footprint import gate_bytes, prototypes_of
+from inducekv_vllm.bundle import FactRecord
 from selector.update.measures import diversity, entry_bytes, memory_bytes
 from tests.bundles import random_gate, random_gated_bundle
 
@@ -34,3 +35,9 @@ def test_a_gate_takes_as_many_bytes_as_its_size_says(num_tasks: int) -> None:
     assert memory_bytes(bundle) - entry_bytes(bundle) == sum(
         tensor.nbytes for name, tensor in bundle.tensors().items() if name.startswith("gate_")
     )
+
+
+def test_facts_count() -> None:
+    bundle = random_gated_bundle()
+    fact = FactRecord(id="f", task="c", source_digest="cd", question="Who keeps the mill?", answer="Zoë")
+    assert memory_bytes(bundle.next(facts=(fact,))) == memory_bytes(bundle) + len(fact.model_dump_json().encode())
