@@ -48,6 +48,7 @@ from .requests import (
     registry_of,
     unrouted,
 )
+from .residency import PoolSize
 from .schemas import (
     ForgetMemoryVersionsRequest,
     ForgottenVersions,
@@ -94,7 +95,7 @@ class InduceKVEndpoint:
         config = InduceKVConfig.from_vllm(engine_client.vllm_config) or InduceKVConfig()
         stop = EngineStop(engine_client)
         stop.install()
-        pool_bytes = await check_server(engine_client)
+        pool = await check_server(engine_client)
         model = engine_client.model_config
         cache = engine_client.vllm_config.load_config.download_dir
         backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision, cache)
@@ -106,7 +107,7 @@ class InduceKVEndpoint:
         memory_state = await asyncio.to_thread(
             lambda: ServerState(config.state or run / "state", keeps_bundles=config.state is not None, process=process)
         )
-        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, pool_bytes)
+        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, pool)
         await registry.start(run.name, access.key_name)
         engine = MemoryEngine(engine_client, registry, config, stop, registry.journal)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
@@ -131,8 +132,8 @@ def run_folder(processes: int) -> Path:
     return Path(folder)
 
 
-async def check_server(client: EngineClient) -> int:
-    """Export and return the bytes of a rank's pool. Raises UnsupportedModel: bundles cannot be managed here."""
+async def check_server(client: EngineClient) -> PoolSize:
+    """The size of a rank's pool, which is exported. Raises UnsupportedModel: bundles cannot be managed here."""
     parallel = client.vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         size = parallel.pipeline_parallel_size
@@ -147,9 +148,8 @@ async def check_server(client: EngineClient) -> int:
         stats, *_ = await client.collective_rpc("inducekv_stats")
     except Exception as error:
         raise UnsupportedModel(f"the engine's workers do not support memory: add --worker-cls {WORKER_CLS}") from error
-    pool_bytes: int = stats["pool_bytes"]
-    POOL_BYTES.set(pool_bytes)
-    return pool_bytes
+    POOL_BYTES.set(stats["pool_bytes"])
+    return PoolSize.of(stats)
 
 
 def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -48,7 +47,7 @@ from .journal import Journal
 from .metrics import RegistryMetrics
 from .names import Names, unpinned
 from .reader import BundleReader, Checked
-from .residency import Residency
+from .residency import PoolSize, Residency
 from .resolvers import resolver_of
 from .resolving import Resolving
 from .schemas import ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
@@ -82,15 +81,9 @@ class BundleRegistry:
         state: ServerState,
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
-        pool_bytes: float = math.inf,
+        pool: PoolSize | None = None,
     ) -> None:
-        """
-        Args:
-            pool_bytes: of one rank. Unless it is said, that there is no room is seen when a worker refuses a load.
-
-        Raises:
-            ConfigError: a public key cannot be used.
-        """
+        """Raises ConfigError: a public key cannot be used."""
         self._client, self._models, self._state = client, models, state
         self._config = config or InduceKVConfig()
         self.journal = Journal(state, self._config)
@@ -104,7 +97,7 @@ class BundleRegistry:
             *(client, state, self._names, self._changes, self._reader, self._config),
             self.following.follow,
             self.in_background,
-            pool_bytes,
+            pool or PoolSize(),
         )
         self._resolving: Resolving | None = None
         if self._config.resolver is not None:

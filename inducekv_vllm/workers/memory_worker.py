@@ -307,12 +307,13 @@ class MemoryWorker(Worker):
         return self.resident.is_erased(digest)
 
     def inducekv_stats(self) -> dict[str, Any]:
-        """Report what this worker holds; tests use it to check that nothing leaks."""
+        """Report what this worker holds, and the size of its pool."""
         slots = self.requests.slots
         return {
             "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
             "pool_bytes": self.pool.shape.nbytes(dtype_of(self.model_config)),
             "pool_tokens": self.pool.shape.num_tokens,
+            "heads_per_kv_head": self.pool.shape.heads_per_kv_head,
             "pool_tokens_free": self.pool.num_free_tokens,
             "host_bytes": self.resident.host_bytes,
             "slots_used": slots.used,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.registry import BundleRegistry
+from server.residency import PoolSize
 from server.state import ServerState
 from tests.bundles import FINGERPRINT, random_bundle
 
@@ -70,13 +70,13 @@ def models() -> Any:
 
 
 def begin(
-    config: InduceKVConfig, workers: Any, temporary: Path | None = None, pool_bytes: float = math.inf
+    config: InduceKVConfig, workers: Any, temporary: Path | None = None, pool: PoolSize | None = None
 ) -> BundleRegistry:
     """The registry of a server that starts; without a state file in the settings it has a temporary one."""
     path = config.state or temporary
     assert path is not None
     state = ServerState(path, keeps_bundles=config.state is not None)
-    return BundleRegistry(workers, models(), FINGERPRINT, state, config, pool_bytes=pool_bytes)
+    return BundleRegistry(workers, models(), FINGERPRINT, state, config, pool=pool)
 
 
 async def end(registry: BundleRegistry) -> None:

@@ -17,6 +17,7 @@ from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import residency
 from server.recency import Recency
 from server.registry import BundleRegistry
+from server.residency import PoolSize
 from server.state import ServerState
 from server.turn import TURN
 from tests.bundles import FINGERPRINT, random_bundle
@@ -24,16 +25,19 @@ from tests.server.registries import RUN, Workers, begin, end, models
 
 pytestmark = pytest.mark.anyio
 BUNDLES = {f"n{seed}": random_bundle(seed=seed) for seed in range(8)}
-NAME_OF = {bundle.digest: name for name, bundle in BUNDLES.items()}
+LARGE = random_bundle(num_entries=10)
+ROW = 20  # tokens, as many as each bundle has but this one, which has two rows; a row takes a byte
+NAME_OF = {bundle.digest: name for name, bundle in {**BUNDLES, "large": LARGE}.items()}
 
 
 class Pool:
     """A registry whose workers have room for three bundles."""
 
-    def __init__(self, folder: Path, room: int = 3, pool_bytes: float | None = None, **settings: object) -> None:
+    def __init__(self, folder: Path, room: int = 3, pool_bytes: int | None = None, **settings: object) -> None:
         self.folder, self.workers = folder, Workers(room)
         config = InduceKVConfig(**settings)  # type: ignore[arg-type]
-        self.registry = begin(config, self.workers, folder / "temporary", pool_bytes=pool_bytes or room)
+        size = PoolSize(pool_bytes or room, 1, ROW)
+        self.registry = begin(config, self.workers, folder / "temporary", size)
 
     async def load(self, *names: str, pin: bool | None = None) -> None:
         for name in names:
@@ -159,6 +163,38 @@ async def test_what_does_not_fit_beside_the_pinned_is_told_at_once(pool: Pool) -
         await pool.registry.load(name, str(pool.folder / f"{name}.safetensors"), replace=True, pin=True)
     with pytest.raises(CapacityError, match="memory bundle 'n3' does not fit into the pool beside what is pinned"):
         await pool.ask("n3")
+
+
+async def test_what_is_larger_than_the_pool_throws_nothing_out(files: Path) -> None:
+    pool = Pool(files, resolver=str(files), resolver_cache=str(files / "cache"))
+    write_bundle(random_bundle(num_entries=20), files / "large.safetensors")
+    await pool.load("n0", "n1", "n2")
+    pool.workers.calls.clear()
+    told = "'large' does not fit into the pool beside what is pinned: it needs 4 bytes, and the pool has 3"
+    with pytest.raises(CapacityError, match=told):
+        await pool.ask("large")
+    assert pool.workers.calls == []
+    with pytest.raises(CapacityError, match="no room"):  # the workers say it to an admin, with all numbers
+        await pool.registry.load("large", str(files / "large.safetensors"), replace=True)
+    assert pool.resident == {"n0", "n1", "n2"}
+    await end(pool.registry)
+
+
+async def test_whoever_waits_for_room_throws_nothing_out_that_would_not_suffice(files: Path) -> None:
+    pool = Pool(files, resolver=str(files), resolver_cache=str(files / "cache"))
+    write_bundle(LARGE, files / "large.safetensors")
+    await pool.load("n0", "n1", "n2")
+    with ExitStack() as turn:
+        await pool.begin("n0", turn)
+        await pool.begin("n1", turn)
+        waiting = asyncio.ensure_future(pool.ask("large"))
+        while not pool.registry._residency._coming:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert (waiting.done(), pool.resident) == (False, {"n0", "n1", "n2"})
+    await waiting
+    assert "large" in pool.resident
+    await end(pool.registry)
 
 
 async def test_two_memories_of_a_request_that_never_fit_together_are_told_at_once(files: Path) -> None:
