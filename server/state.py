@@ -350,8 +350,8 @@ class ServerState:
         return bool(self._now("SELECT 1 FROM pins WHERE name = ?", (name,)))
 
     def evictable(self) -> set[str]:
-        """The resident versions that may leave the pool: no pinned name stands for them."""
-        rows = self._read(f"SELECT digest FROM contents WHERE resident_bytes IS NOT NULL AND NOT {IS_PINNED}")
+        """The versions that have room in the pool and may leave it: no pinned name stands for them."""
+        rows = self._read(f"SELECT digest FROM contents WHERE resident_bytes > 0 AND NOT {IS_PINNED}")
         return {digest for (digest,) in rows}
 
     def records(self, name: str) -> tuple[VersionRecord, ...]:
