@@ -31,7 +31,7 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm import __version__
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
-from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.frontend.memory_engine import Lease
 from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.frontend.stopping import EngineStop
@@ -383,8 +383,9 @@ class BundleRegistry:
         for name, digest in map(unpinned, models):
             try:
                 await self._bring(name, digest, held)
-            except RetryableRequestError:
-                if self._resolving is None or not await self._resolving.look_again(name):
+            except RetryableRequestError as error:
+                is_damaged = isinstance(error.__cause__, BundleError)
+                if self._resolving is None or not is_damaged or not await self._resolving.look_again(name):
                     raise
                 await self._bring(name, digest, held)
 

@@ -18,9 +18,11 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from server import residency
 from server.registry import BundleRegistry
 from server.resolvers import FolderResolver, resolver_of
 from server.resolving import Resolving
+from server.turn import TURN
 from tests.bundles import remade
 from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
 
@@ -235,6 +237,23 @@ async def test_a_store_that_hangs_makes_nobody_else_wait(tmp_path: Path, monkeyp
     assert sum(thread.name == "inducekv-resolve" for thread in threading.enumerate()) <= 32
     going_on.set()
     await end(found.registry)
+
+
+async def test_a_name_that_finds_no_room_is_not_looked_up_again(
+    found: Found, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request waits once, and nothing is fetched anew for it."""
+    monkeypatch.setattr(residency, "WAIT_S", 0.2)
+    found.workers.room = 1
+    for name in "ab":
+        put(folder, name, name)
+    with contextlib.ExitStack() as turn:
+        TURN.set(turn)
+        assert await found.ask("a") == "a"
+        asked = found.calls(monkeypatch)
+        with pytest.raises(RetryableRequestError, match=r"'b' could not be loaded in 0\.2 s"):
+            await found.ask("b")
+    assert asked == ["b"]
 
 
 async def test_what_an_admin_has_loaded_is_not_looked_up(found: Found, folder: Path, tmp_path: Path) -> None:
