@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -173,7 +174,7 @@ class DiskCache:
         """A checked copy gets its place, and those that have been there the longest go. Raises OSError."""
         place = self._folder / f"{checked.memory.digest}{SUFFIX}"
         os.replace(copy, place)
-        kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._folder.glob(f"*{SUFFIX}"))
+        kept = sorted(self._kept())
         total = sum(size for _, size, _ in kept)
         for _, size, file in kept:
             if total <= self._max_bytes or file == place:
@@ -181,6 +182,13 @@ class DiskCache:
             file.unlink(missing_ok=True)
             total -= size
         return checked.at(str(place))
+
+    def _kept(self) -> Iterator[tuple[float, int, Path]]:
+        """Since when each file is there, its bytes, and its path. Others may take one away at any moment."""
+        for file in self._folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                found = file.stat()
+                yield found.st_mtime, found.st_size, file
 
 
 def default_cache() -> str:

@@ -350,6 +350,19 @@ class TestObjectStore:
             assert await store.ask(name) == name
         assert sorted(os.listdir(store.cache)) == sorted(f"{DIGEST[name]}.safetensors" for name in "bc")
 
+    async def test_others_take_files_out_of_the_cache_meanwhile(
+        self, store: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another server that shares it, or another look of this one."""
+        self.put(tmp_path, "acme", "a")
+        listed = Path.glob
+
+        def with_one_that_goes(folder: Path, pattern: str) -> list[Path]:
+            return [folder / f"gone{pattern[1:]}", *listed(folder, pattern)]
+
+        monkeypatch.setattr(Path, "glob", with_one_that_goes)
+        assert await store.ask("acme") == "a"
+
 
 def test_a_resolver_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
