@@ -33,7 +33,7 @@ from inducekv_vllm.vllm_seams.requirements import groups_adapters
 from .metrics import RegistryMetrics
 from .recency import Recency
 from .schemas import NAME_PATTERN
-from .state import Served, ServerState, VersionRecord
+from .state import Known, Served, ServerState, VersionRecord
 
 try:
     from vllm.renderers.chat_utils import MM_PARSER_MAP
@@ -237,16 +237,15 @@ class Names:
         self.served(name)
         return self._state.records(name)
 
-    def memory(self, name: str) -> ServedBundle:
-        """What a name stands for, resident or not. Raises UnknownBundle: no bundle of this name is loaded."""
-        return self._state.memory(self.served(name).digest)
+    def known(self, name: str) -> Known:
+        """All that is known of a name. Raises UnknownBundle: no bundle of this name is loaded."""
+        if (found := self._state.known(name)) is None:
+            raise UnknownBundle(f"no memory bundle {name!r} is loaded")
+        return found
 
     def page(self, after: str, limit: int) -> list[tuple[str, str]]:
         """The next names in alphabetical order, with the digests that they stand for."""
         return self._state.page(after, limit)
-
-    def is_pinned(self, name: str) -> bool:
-        return self._state.is_pinned(name)
 
     def adapter(self, name: str, adapter: str) -> LoRARequest:
         """The LoRA adapter that the bundle `name` needs. Raises UnsupportedModel: it is not loaded."""

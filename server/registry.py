@@ -456,7 +456,7 @@ class BundleRegistry:
 
     def metadata(self, name: str) -> BundleMetadata:
         """Of the version that a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
-        return self._names.memory(name).metadata
+        return self._names.known(name).memory.metadata
 
     async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
         """What is known of a name.
