@@ -136,7 +136,8 @@ class Names:
 
     async def follow(self) -> None:
         """See what is resident now."""
-        snapshot = await asyncio.to_thread(self._state.snapshot, self._metrics.exported)
+        exported = self._metrics.exported  # others may begin meanwhile
+        snapshot = await asyncio.to_thread(self._state.snapshot, exported)
         for digest, found in snapshot.resident.items():
             version = self.versions.setdefault(digest, Version(found.memory, found.nbytes))
             version.is_named, version.is_pinned = found.is_named, found.is_pinned
@@ -145,7 +146,7 @@ class Names:
             if not self.versions[digest].is_used:  # otherwise it became resident since the snapshot
                 del self.versions[digest]
                 self.recency.gone(digest)
-        self._metrics.follow(snapshot.names, self.versions)
+        self._metrics.follow({name: snapshot.names.get(name) for name in exported}, self.versions)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
