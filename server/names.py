@@ -52,6 +52,11 @@ PART_KINDS: Final = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {
 }
 
 
+def can_be_name(name: str) -> bool:
+    """Whether its characters are those of a bundle's name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def unpinned(model: str) -> tuple[str, str]:
     """The name and the beginning of the digest; a model that is not pinned is a name, and any digest will do: ""."""
     match = PIN.fullmatch(model)
@@ -268,7 +273,7 @@ class Names:
             ConfigError: it cannot be the name of a bundle, or is taken.
             CapacityError: no more names may be served.
         """
-        if not _NAME.fullmatch(name):
+        if not can_be_name(name):
             raise ConfigError(
                 f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a "
                 f"digit; found {name!r}"

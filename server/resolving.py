@@ -27,6 +27,7 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .access import Access
 from .metrics import FAILED, FOUND, LOOKS, MISSING, SAME
+from .names import can_be_name
 from .reader import BundleReader, Checked
 from .resolvers import SUFFIX, MemoryResolver, can_be_resolved
 from .state import ServerState
@@ -97,7 +98,8 @@ class Resolving:
     async def _look(self, name: str) -> None:
         what = "cannot be looked up now"
         try:
-            tag = await self._apart(self._resolver.tag, name) if can_be_resolved(name) else None
+            is_path = can_be_name(name) and can_be_resolved(name)
+            tag = await self._apart(self._resolver.tag, name) if is_path else None
             served = self._state.served(name)
             outcome = SAME
             if tag is None:

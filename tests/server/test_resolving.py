@@ -177,6 +177,13 @@ async def test_nothing_is_found_outside_of_the_folder(found: Found, folder: Path
     assert found.registry.shown().data == []
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "a b", "-a"])
+async def test_what_cannot_be_a_name_is_not_there(found: Found, folder: Path, name: str) -> None:
+    """As any other name without a bundle, whatever the resolver would say of it."""
+    put(folder, "a b", "a")
+    assert await found.ask(name) is None
+
+
 @pytest.mark.parametrize("damage", ["half a file", "of another backbone", "forbidden", "no bundle"])
 async def test_a_file_that_cannot_be_used_is_told_the_admin_alone(
     found: Found, folder: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
