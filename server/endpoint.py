@@ -19,7 +19,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.tasks import SupportedTask
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
@@ -46,6 +46,7 @@ from .requests import (
     error_response,
     refused,
     registry_of,
+    status_of,
     unrouted,
 )
 from .residency import PoolSize
@@ -202,7 +203,10 @@ def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleReg
         async def guarded_check(request: Any) -> Any:
             model = request.model
             if model and not models.is_base_model(model) and not dict.__contains__(models.lora_requests, model):
-                await registry.bring(*memory_names(model, getattr(request, "vllm_xargs", None), config))
+                try:
+                    await registry.bring(*memory_names(model, getattr(request, "vllm_xargs", None), config))
+                except InduceKVError as error:  # to some of vLLM's routes it would be a bad request
+                    raise GracefulHTTPError(str(error), status_of(error)) from error
             return await check(request)
 
         return guarded_check

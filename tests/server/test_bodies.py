@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ async def test_a_body_is_read_up_to_the_limit(app: FastAPI, path: str) -> None:
         assert refused["code"] == 413
         answer = await client.post(path, content=b"{" + b" " * (LIMIT - 2) + b"}", headers=ADMIN)
         assert answer.status_code in (200, 422)  # it is read, and here it may say nothing
+
+
+async def test_an_error_has_the_type_of_its_status(app: FastAPI) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        call = partial(client.post, "/v1/unload_memory_bundle")
+        answers = [
+            await call(json={"name": "m"}),
+            await call(json={"name": "nobody"}, headers=ADMIN),
+            await call(json={"name": "m", "expected_digest": "0"}, headers=ADMIN),
+        ]
+    found = [(answer.status_code, answer.json()["error"]["type"]) for answer in answers]
+    assert found == [(401, "Unauthorized"), (404, "NotFoundError"), (409, "Conflict")]
 
 
 async def test_without_a_limit_only_our_routes_have_one(app: FastAPI) -> None:

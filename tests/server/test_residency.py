@@ -7,14 +7,19 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from vllm.exceptions import RetryableRequestError
+from starlette.datastructures import State
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import RetryableRequestError, VLLMError
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import residency
+from server.endpoint import bring_bundles
 from server.recency import Recency
 from server.registry import BundleRegistry
 from server.residency import PoolSize
@@ -297,6 +302,24 @@ async def test_a_pool_that_cannot_be_recorded_is_left_as_it_was(pool: Pool, monk
             await pool.ask("n0")
         assert "n0" not in pool.resident
     await pool.ask("n0", "n1", "n2", "n3")
+
+
+async def test_every_route_of_vllms_says_that_there_is_no_room() -> None:
+    """Also those that answer all that they do not know as a bad request, such as /v1/messages."""
+
+    async def bring(*names: str) -> None:
+        raise CapacityError(f"{names[0]} does not fit")
+
+    async def check(request: Any) -> None:
+        raise AssertionError("it is not there")
+
+    serving = SimpleNamespace(_check_model=check)
+    registry: Any = SimpleNamespace(bring=bring)
+    bring_bundles(State({"serving": serving}), models(), registry, InduceKVConfig())
+    with pytest.raises(VLLMError) as refused:
+        await serving._check_model(SimpleNamespace(model="m"))
+    error = create_error_response(refused.value).error
+    assert (error.code, error.type, error.message) == (507, "Insufficient Storage", "m does not fit")
 
 
 def test_a_scan_leaves_alone_what_is_busy() -> None:
