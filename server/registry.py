@@ -281,11 +281,11 @@ class BundleRegistry:
             InduceKVError: as for `load`.
         """
         async with self._changing(Change.LOAD, name, RESOLVER, bounded=False) as made:
+            self._check_memory(name, checked.memory)
             is_new = name not in self._names
             if is_new and self._state.num_names() >= self._config.max_bundles and (first := self._state.found_first()):
                 self._leave(await asyncio.to_thread(self._state.drop, first, RESOLVER))
             self._check_name(name, replace=True)
-            self._check_memory(name, checked.memory)
             record = _record(name, checked.memory, RESOLVER, checked.memory.path)
             event = Change.LOAD.value if is_new else "replace"
             arguments = (record, checked.memory, None, None, 1, event, None, tag)
@@ -345,6 +345,9 @@ class BundleRegistry:
     ) -> AsyncIterator[Transaction]:
         """`Changes.making`, of a name that stands for what the change expects."""
         async with self._changes.making(change, name, who, bounded=bounded) as made:
+            served = self._state.served(name)
+            if who == RESOLVER and served is not None and served.tag is None:
+                raise VersionConflict(f"memory bundle {name!r} was loaded by somebody else since it was looked up")
             is_first = change.makes_first and name not in self._names
             found = "no bundle" if is_first else self._names.served(name).digest
             if expected_digest is not None and found != expected_digest:

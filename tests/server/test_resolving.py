@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import residency
 from server.registry import BundleRegistry
@@ -270,6 +270,44 @@ async def test_what_an_admin_has_loaded_is_not_looked_up(found: Found, folder: P
     assert await found.ask("acme") == "b"
     await found.registry.unload("acme", who="admin")
     assert await found.ask("acme") == "a"
+
+
+@pytest.mark.parametrize("becomes", ["another file", "no file"])
+async def test_what_an_admin_loads_during_a_look_stays(
+    found: Found, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    """The look that has begun before does not take it back."""
+    put(folder, "acme", "a")
+    put(tmp_path, "mine", "b")
+    assert await found.ask("acme") == "a"
+    async with found.registry._changes.alone():  # another change
+        loading = asyncio.ensure_future(found.registry.load("acme", str(tmp_path / "mine.safetensors"), replace=True))
+        await asyncio.sleep(0.05)
+        if becomes == "no file":
+            (folder / "acme.safetensors").unlink()
+        else:
+            put(folder, "acme", "c")
+        asking = asyncio.ensure_future(found.ask("acme"))
+        await asyncio.sleep(0.2)
+    await loading
+    assert await asking == "b"
+    assert await found.ask("acme") == "b"
+
+
+async def test_what_cannot_be_served_takes_nobodys_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        put(tmp_path / "bundles", name, name)
+    found = Found(tmp_path, str(tmp_path / "bundles"), max_bundles=1)
+    assert await found.ask("a") == "a"
+
+    def refuse(name: str, memory: object, config: object) -> None:
+        raise UnsupportedModel(f"{name} needs an adapter")
+
+    monkeypatch.setattr(found.registry._names, "check_adapters", refuse)
+    with pytest.raises(RetryableRequestError):
+        await found.ask("b")
+    assert [card.name for card in found.registry.shown().data] == ["a"]
+    await end(found.registry)
 
 
 async def test_found_names_make_room_for_others(tmp_path: Path) -> None:
