@@ -67,7 +67,7 @@ class BundleReader:
         """Raises ConfigError: a public key cannot be used."""
         self._client, self._backbone, self._state, self._config = client, backbone, state, config
         self._signers = [read_public_key(path) for path in config.require_signature]
-        self._checked: set[str] = set()  # digests that this process has read and checked
+        self._checked: set[str] = set()  # digests of which this process has checked what the workers cannot
         self._folder = tempfile.TemporaryDirectory(prefix="inducekv-")  # of files on their way to the workers
 
     async def read(self, name: str, path: str, access: Access | None, *, keep: bool = True) -> Checked:
@@ -94,13 +94,13 @@ class BundleReader:
     async def again(self, record: VersionRecord, memory: ServedBundle) -> AsyncIterator[ServedBundle]:
         """A version that is kept, to be loaded again. Its file may be gone after the context.
 
-        What this process has checked before is not read here: the workers compare its digest.
+        It is not read here, but once for who has signed it, and for its adapters: the workers compare its digest.
 
         Raises:
             BundleError: as for `version`.
         """
         async with self._file_of(record) as path:
-            if record.digest not in self._checked:
+            if self._has_more(memory) and record.digest not in self._checked:
                 memory = (await self._in_thread(self._read_version, path, record)).memory
             yield dataclasses.replace(memory, path=path)
 
@@ -180,8 +180,13 @@ class BundleReader:
             checked = self._read(name, path, file, keep)
         for record in checked.memory.metadata.task_adapters:
             _check_adapter_files(name, adapter_folder(checked.memory, record), record, access)
-        self._checked.add(checked.memory.digest)
+        if self._has_more(checked.memory):
+            self._checked.add(checked.memory.digest)
         return checked
+
+    def _has_more(self, memory: ServedBundle) -> bool:
+        """Whether a version has what its digest does not tell."""
+        return bool(self._signers or memory.metadata.task_adapters)
 
     def _read(self, name: str, path: str, file: str, keep: bool) -> Checked:
         """`file` is what leads to the bundle now, `path` what will later."""

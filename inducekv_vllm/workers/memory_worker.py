@@ -275,7 +275,7 @@ class MemoryWorker(Worker):
 
     def _read_bundle(self, path: str, digest: str) -> HostBundle:
         """Read and check a bundle; runs in a thread."""
-        bundle = read_bundle(path, backbone=self._backbone)
+        bundle = read_bundle(path, backbone=self._backbone, max_bytes=self.settings.max_bundle_bytes)
         check_bundle(bundle, path, digest, self.vllm_config, self.attention, self.cached_values)
         is_first = get_tensor_model_parallel_rank() == 0
         facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.errors import BundleError
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.registry import BundleRegistry
 from server.residency import PoolSize
@@ -42,7 +44,8 @@ class Workers:
             return [args[0] not in self.resident and args[0] not in self.kept]
         if method == "inducekv_load_bundle":
             path, digest = args
-            assert Path(path).is_file()
+            if (wrong := _wrong_with(path, digest)) is not None:
+                return [{"ok": False, "error": wrong, "kind": "BundleError"}]
             if digest not in self.resident and len(self.resident) < self.room:
                 self.resident[digest] = path
                 self.loads.append(digest)
@@ -56,6 +59,15 @@ class Workers:
             elif not keep:
                 self.kept.discard(digest)
         return [{"ok": True, "resident_bytes": 1}]
+
+
+def _wrong_with(path: str, digest: str) -> str | None:
+    """As the workers, which read the file."""
+    try:
+        found = read_bundle(path).digest
+    except BundleError as error:
+        return str(error)
+    return None if found == digest else f"{path} changed while it was loaded"
 
 
 def models() -> Any:

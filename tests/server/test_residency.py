@@ -246,7 +246,6 @@ async def test_many_cold_names_at_once_get_their_own(pool: Pool) -> None:
 async def test_what_is_loaded_again_after_its_file_has_changed_is_refused(pool: Pool) -> None:
     await pool.load("n0", "n1", "n2", "n3")
     write_bundle(BUNDLES["n1"], pool.folder / "n0.safetensors")
-    pool.registry._reader._checked.clear()  # another process looks at it
     with pytest.raises(RetryableRequestError, match="memory bundle 'n0' cannot be loaded now"):
         await pool.ask("n0")
     await pool.ask("n1", "n2", "n3")
@@ -264,6 +263,19 @@ async def test_a_restart_loads_what_is_pinned_and_the_rest_when_it_is_asked_for(
     for file in files.glob("n*.safetensors"):
         file.unlink()  # the state has its own copies
     await again.ask("n0", "n1", "n2", "n3")
+    await end(again.registry)
+
+
+async def test_a_cold_bundle_is_read_by_the_workers_alone(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart, too."""
+    state = str(files / "state")
+    pool = Pool(files, state=state)
+    await pool.load("n0")
+    await end(pool.registry)
+    again = Pool(files, state=state)
+    await again.registry.start(RUN)
+    monkeypatch.setattr(again.registry._reader, "_read", lambda *_: pytest.fail("it is read by the API process"))
+    await again.ask("n0")
     await end(again.registry)
 
 
