@@ -77,7 +77,7 @@ class MemoryWorker(Worker):
         self.resident = ResidentBundles(
             self._read_bundle, self._store_bundle, self._is_stepping, self.settings.memory_host_bytes, self._patience
         )
-        self._last_step = -math.inf  # when it began or ended
+        self._last_step = -math.inf  # when it ended; inf while it runs
         self._step_s = 0.0  # how long it took
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known, the model is loaded, and the KV cache is there.
@@ -217,7 +217,7 @@ class MemoryWorker(Worker):
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        self._last_step = time.monotonic()
+        began, self._last_step = time.monotonic(), math.inf
         self._device.begin_step()
         self.requests.follow(scheduler_output, self._runner)
         try:
@@ -228,7 +228,7 @@ class MemoryWorker(Worker):
         finally:
             self._rows = None
             self.attention.end_step()
-            began, self._last_step = self._last_step, time.monotonic()
+            self._last_step = time.monotonic()
             self._step_s = self._last_step - began
 
     def sample_tokens(self, grammar_output: Any) -> Any:
