@@ -96,6 +96,7 @@ class BundleRegistry:
         self._residency = Residency(
             *(client, state, self._names, self._changes, self._reader, self._config),
             self.following.follow,
+            self._release,
             self.in_background,
             pool or PoolSize(),
         )
@@ -413,26 +414,30 @@ class BundleRegistry:
         """A version that has left the pool may still be in the workers' host memory."""
         async with self._changes.alone():
             await self.following.follow()
-            if digest in self._names.versions:  # it was loaded again meanwhile
+            if digest in self._names.versions or self._state.is_named(digest):  # again, meanwhile
                 return
             is_erased = await engines.erase_kept(self._client, digest)
             if is_erased is not None:
                 await self.journal.note("release", digest=digest, erased=is_erased)
 
     def _left(self, memory: ServedBundle) -> None:
-        self.in_background(self._release(memory))
+        self.in_background(self._release_in_turn(memory))
 
-    async def _release(self, memory: ServedBundle) -> None:
-        """No request of this process uses a version, and no name stands for it. The last process unloads it."""
-        digest = memory.digest
+    async def _release_in_turn(self, memory: ServedBundle) -> None:
         async with self._changes.alone():  # it may be loaded again meanwhile
-            with self._names.leaving(digest) as is_unused:
-                if not is_unused or not await asyncio.to_thread(self._state.release, digest):
-                    return
-                await self.following.follow()
-            is_erased = await engines.release(self._client, memory, self._names.task_adapters_but(digest))
-            if is_erased is not None:
-                await self.journal.note("release", digest=digest, erased=is_erased)
+            await self._release(memory)
+
+    async def _release(self, memory: ServedBundle) -> bool:
+        """Unload a version, if no name stands for it and no process uses it; a change is alone meanwhile."""
+        digest = memory.digest
+        with self._names.leaving(digest) as is_unused:
+            if not is_unused or not await asyncio.to_thread(self._state.release, digest):
+                return False
+            await self.following.follow()
+        is_erased = await engines.release(self._client, memory, self._names.task_adapters_but(digest))
+        if is_erased is not None:
+            await self.journal.note("release", digest=digest, erased=is_erased)
+        return True
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)

@@ -71,16 +71,18 @@ class Residency:
         reader: BundleReader,
         config: InduceKVConfig,
         follow: Callable[[], Awaitable[None]],
+        release: Callable[[ServedBundle], Awaitable[bool]],
         in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         pool: PoolSize,
     ) -> None:
         """
         Args:
             follow: sees what is resident now.
+            release: unloads a version that no name stands for, if nothing uses it.
             in_background: a task that goes on whatever becomes of who waits for it.
         """
         self._client, self._state, self._names, self._changes, self._reader = client, state, names, changes, reader
-        self._config, self._follow, self._in_background = config, follow, in_background
+        self._config, self._follow, self._release, self._in_background = config, follow, release, in_background
         self._pool = pool
         self._coming: dict[tuple[str, frozenset[str]], asyncio.Task[None]] = {}  # loads of cold names, beside others
 
@@ -229,9 +231,11 @@ class Residency:
         return left > 0
 
     async def _evict(self, digest: str) -> bool:
-        """Whether a version could leave the pool: no request uses it."""
+        """Whether a version could leave the pool: no request uses it. It may come back, if a name stands for it."""
         version = self._names.versions.get(digest)
         memory = version.memory if version is not None else await asyncio.to_thread(self._state.memory, digest)
+        if not self._state.is_named(digest):  # nothing may stay of it, in host memory either
+            return await self._release(memory)
         with self._names.leaving(digest) as is_unused:
             if not is_unused or not await asyncio.to_thread(self._state.evict, digest):
                 return False

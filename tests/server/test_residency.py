@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from vllm.exceptions import RetryableRequestError, VLLMError
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.files.audit_chain import read
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import residency
 from server.endpoint import bring_bundles
@@ -125,6 +127,22 @@ async def test_host_memory_keeps_what_may_come_back_and_nothing_that_no_name_sta
     await pool.registry.load("n1", str(pool.folder / "n5.safetensors"), who="admin", replace=True)
     await asyncio.gather(*pool.registry.background)
     assert BUNDLES["n1"].digest not in pool.workers.kept
+
+
+async def test_what_no_name_stands_for_leaves_for_good_whoever_makes_it_leave(pool: Pool) -> None:
+    """A cold name may need the room before the release of a version that was just unloaded has its turn."""
+    await pool.load("n3", "n0", "n1", "n2")
+    async with pool.registry._changes.alone():
+        unloading = asyncio.ensure_future(pool.registry.unload("n0"))
+        await asyncio.sleep(0.05)
+        asking = asyncio.ensure_future(pool.ask("n3"))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(unloading, asking)
+    await asyncio.gather(*pool.registry.background)
+    assert pool.resident == {"n1", "n2", "n3"}
+    assert pool.workers.kept == {BUNDLES["n3"].digest}  # it left when n2 came
+    released = [json.loads(record) for _, record in read(pool.registry._state.path)][-1]
+    assert (released["event"], released["digest"], released["erased"]) == ("release", BUNDLES["n0"].digest, True)
 
 
 async def test_what_a_request_uses_and_what_is_pinned_stays(pool: Pool) -> None:
