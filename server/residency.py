@@ -157,7 +157,7 @@ class Residency:
                 return False
             async with self._reader.again(self._state.records(name)[0], memory) as memory:
                 try:
-                    async with self.resident(memory) as nbytes:
+                    async with self.resident(memory, comes_back=True) as nbytes:
                         await asyncio.to_thread(self._state.warm, served.digest, nbytes)
                 except CapacityError as error:
                     if await asyncio.to_thread(self._state.evictable) <= beside:
@@ -176,10 +176,13 @@ class Residency:
     # ---- the pool; a change is alone meanwhile ----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def resident(self, memory: ServedBundle) -> AsyncIterator[int]:
+    async def resident(self, memory: ServedBundle, *, comes_back: bool = False) -> AsyncIterator[int]:
         """The workers have a version, and drop it again if they did not have it before and the context fails.
 
         The context gets its bytes in the pool of one rank.
+
+        Args:
+            comes_back: without room it will be tried again, and the workers keep what they have read.
 
         Raises:
             InduceKVError: as for `engines.load`.
@@ -190,8 +193,8 @@ class Residency:
             yield version.resident_bytes if version else await self._load(memory)
         except BaseException as error:
             if version is None:
-                no_room = isinstance(error, CapacityError)  # it is tried again
-                unloading = self._in_background(self._unload(memory, keep=no_room))
+                keep = comes_back and isinstance(error, CapacityError)
+                unloading = self._in_background(self._unload(memory, keep=keep))
                 if not isinstance(error, asyncio.CancelledError):  # out of time
                     await unloading
             raise

@@ -145,6 +145,23 @@ async def test_what_no_name_stands_for_leaves_for_good_whoever_makes_it_leave(po
     assert (released["event"], released["digest"], released["erased"]) == ("release", BUNDLES["n0"].digest, True)
 
 
+async def test_host_memory_keeps_nothing_of_a_load_that_was_refused(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pool.load("n0", "n1", "n2", pin=True)
+    unloaded, rpc = [], pool.workers.collective_rpc
+
+    async def noted(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "inducekv_unload_bundle":
+            unloaded.append(args)
+        return await rpc(method, args)
+
+    monkeypatch.setattr(pool.workers, "collective_rpc", noted)
+    with pytest.raises(CapacityError):
+        await pool.load("n3")
+    assert unloaded == [(BUNDLES["n3"].digest, False)]
+
+
 async def test_what_a_request_uses_and_what_is_pinned_stays(pool: Pool) -> None:
     await pool.load("n0", pin=True)
     await pool.load("n1", "n2")
