@@ -25,7 +25,7 @@ from inducekv_vllm.bundle import (
     write_bundle,
 )
 from inducekv_vllm.bundle.adapters import read_adapter
-from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
+from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnsupportedModel
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import beside_requests
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
@@ -147,17 +147,21 @@ class BundleReader:
 
     @contextlib.asynccontextmanager
     async def _file_of(self, record: VersionRecord) -> AsyncIterator[str]:
-        """A copy of what the state has, or what it was loaded from."""
+        """A copy of what the state has, or what it was loaded from. Raises CapacityError: no room for a copy."""
         path, bundle = await asyncio.to_thread(self._state.kept, record.digest)
         if bundle is None:
             yield path
             return
         copy = Path(self._folder.name, f"kept-{record.digest}.safetensors")
-        await asyncio.to_thread(copy.write_bytes, bundle)
         try:
+            try:
+                await asyncio.to_thread(copy.write_bytes, bundle)
+            except OSError as error:
+                reason = f"bundle {record.name!r} cannot be copied for the workers: {error.strerror}"
+                raise CapacityError(reason) from error
             yield str(copy)
         finally:
-            copy.unlink()
+            copy.unlink(missing_ok=True)
 
     async def _in_thread(self, read: Callable[..., T], *arguments: object) -> T:
         def run() -> T:

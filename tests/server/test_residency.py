@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -312,6 +314,25 @@ async def test_a_cold_bundle_is_read_by_the_workers_alone(files: Path, monkeypat
     monkeypatch.setattr(again.registry._reader, "_read", lambda *_: pytest.fail("it is read by the API process"))
     await again.ask("n0")
     await end(again.registry)
+
+
+async def test_a_full_disk_is_said_without_a_path(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copy of a bundle is written for the workers. Nothing stays of it."""
+    pool = Pool(files, state=str(files / "state"))
+    await pool.load("n0", "n1", "n2", "n3")
+
+    def full(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(CapacityError) as refused:
+            await pool.ask("n0")
+    assert str(refused.value) == "bundle 'n0' cannot be copied for the workers: No space left on device"
+    assert os.listdir(pool.registry._reader._folder.name) == []
+    await pool.ask("n0")
+    await end(pool.registry)
 
 
 async def test_a_version_that_another_process_uses_stays(files: Path) -> None:
