@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -35,6 +36,7 @@ from .names import adapter_folder
 from .state import ServerState, VersionRecord
 
 T = TypeVar("T")
+READS: Final = 4  # at a time, in threads of their own: what requests ask of the state does not wait for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,7 @@ class BundleReader:
         self._client, self._backbone, self._state, self._config = client, backbone, state, config
         self._signers = [read_public_key(path) for path in config.require_signature]
         self._checked: set[str] = set()  # digests of which this process has checked what the workers cannot
+        self._threads = ThreadPoolExecutor(READS, "inducekv-read")
         self._folder = tempfile.TemporaryDirectory(prefix="inducekv-")  # of files on their way to the workers
 
     async def read(self, name: str, path: str, access: Access | None, *, keep: bool = True) -> Checked:
@@ -168,7 +171,7 @@ class BundleReader:
             with beside_requests(lambda: cast(AsyncLLM, self._client).get_num_unfinished_requests() > 0):
                 return read(*arguments)
 
-        return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     def _read_version(self, path: str, record: VersionRecord) -> Checked:
         checked = self._read_checked(record.name, path, None, keep=False)

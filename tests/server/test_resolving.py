@@ -263,6 +263,28 @@ async def test_a_name_that_finds_no_room_is_not_looked_up_again(
     assert asked == ["b"]
 
 
+async def test_many_files_that_are_read_make_nobody_else_wait(
+    found: Found, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, going_on = found.registry._reader._read, threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        assert going_on.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(found.registry._reader, "_read", slowly)
+    names = [f"n{number}" for number in range(40)]
+    for name in names:
+        put(folder, name, "a")
+    asking = [asyncio.ensure_future(found.ask(name)) for name in names]
+    try:
+        await asyncio.sleep(0.3)
+        await asyncio.wait_for(asyncio.to_thread(found.registry._state.snapshot), 10)  # as every request does
+    finally:
+        going_on.set()
+    assert set(await asyncio.gather(*asking)) == {"a"}
+
+
 async def test_what_an_admin_has_loaded_is_not_looked_up(found: Found, folder: Path, tmp_path: Path) -> None:
     put(folder, "acme", "a")
     put(tmp_path, "mine", "b")
