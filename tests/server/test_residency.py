@@ -230,9 +230,7 @@ async def test_whoever_waits_for_room_throws_nothing_out_that_would_not_suffice(
         await pool.begin("n0", turn)
         await pool.begin("n1", turn)
         waiting = asyncio.ensure_future(pool.ask("large"))
-        while not pool.registry._residency._coming:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
         assert (waiting.done(), pool.resident) == (False, {"n0", "n1", "n2"})
     await waiting
     assert "large" in pool.resident
