@@ -229,6 +229,8 @@ def _check(facts: Sequence[FactRecord], earlier: Sequence[FactRecord], reader: F
         if fact.id in seen:
             raise TaskDataError(f"example {fact.id!r} occurs more than once")
         seen.add(fact.id)
+        if "\n" in fact.id:
+            raise TaskDataError(f"example {fact.id!r}: an id cannot have a line break, which no path has")
         if ROUTE in f"/{fact.id}":
             raise TaskDataError(
                 f"example {fact.id!r}: an id cannot have {ROUTE!r} in it or begin with {ROUTE[1:]!r}, which routes have"

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 
@@ -89,7 +90,7 @@ class SagemakerMiddleware:
             await self._app(scope, receive, send)
             return
         messages, body = await _read(receive)
-        if (model := await _model_of(body)) is not None:
+        if (model := await _model_of(body, scope["app"].state.openai_serving_models)) is not None:
             scope = {**scope, "headers": [*scope["headers"], (SAGEMAKER_HEADER, model)]}
 
         async def replay() -> Message:
@@ -108,14 +109,18 @@ async def _read(receive: Receive) -> tuple[list[Message], bytes]:
     return messages, b"".join(message.get("body", b"") for message in messages)
 
 
-async def _model_of(body: bytes) -> bytes | None:
-    """The model that a request names, if a header can hold it."""
+async def _model_of(body: bytes, models: OpenAIServingModels) -> bytes | None:
+    """The model that a request names, None for the served one. What no header can hold is escaped: it is no name."""
     try:
         found = await parsed(body)
-        model = found.get("model") if isinstance(found, dict) else None
-        return model.encode("latin-1") if isinstance(model, str) and model.isprintable() and model else None
     except (ValueError, RecursionError):
         return None
+    model = found.get("model") if isinstance(found, dict) else None
+    if not model or models.is_base_model(str(model)):
+        return None
+    name = str(model)
+    can_be_sent = name.isprintable() and all(ord(character) < 256 for character in name)
+    return name.encode("latin-1" if can_be_sent else "unicode_escape")
 
 
 class MemoryRoute(APIRoute):

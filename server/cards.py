@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -22,8 +23,13 @@ from .state import Attempt, VersionRecord
 
 
 def card(names: Names, name: str, is_admin: bool) -> MemoryBundleCard:
-    """The bundle that a name stands for; requests are those of this API process."""
-    served, records, memory = names.served(name), names.records(name), names.memory(name)
+    """The bundle that a name stands for; requests are those of this API process.
+
+    Raises:
+        UnknownBundle: no bundle of this name is loaded.
+    """
+    known = names.known(name)
+    served, records, memory = known.served, known.records, known.memory
     version = names.versions.get(served.digest)
     fields: dict[str, Any] = {
         field: getattr(memory.metadata, field)
@@ -41,7 +47,7 @@ def card(names: Names, name: str, is_admin: bool) -> MemoryBundleCard:
         file_bytes=memory.file_bytes,
         is_resident=served.resident_bytes is not None,
         resident_bytes=served.resident_bytes or 0,
-        pinned=names.is_pinned(name),
+        pinned=known.is_pinned,
         active_requests=version.active if version is not None else 0,
         versions=[_version(record, is_admin) for record in records],
         **fields,
@@ -49,11 +55,15 @@ def card(names: Names, name: str, is_admin: bool) -> MemoryBundleCard:
 
 
 def listing(names: Names, is_admin: bool, after: str, limit: int) -> MemoryBundleList:
-    """The next names in alphabetical order, and the versions that drain."""
-    draining = [version for version in names.versions.values() if not version.is_named]
+    """The next names in alphabetical order, and the versions that drain. Any thread may call it."""
+    draining = [version for version in list(names.versions.values()) if not version.is_named]
     found = names.page(after, limit + 1)
+    cards = []
+    for name, _ in found[:limit]:
+        with contextlib.suppress(UnknownBundle):  # it was unloaded a moment ago
+            cards.append(card(names, name, is_admin))
     return MemoryBundleList(
-        data=[card(names, name, is_admin) for name, _ in found[:limit]],
+        data=cards,
         has_more=len(found) > limit,
         draining=[DrainingMemory(digest=v.memory.digest, active_requests=v.active) for v in draining],
     )
@@ -66,8 +76,11 @@ def detail(names: Names, name: str, attempt: Attempt, is_admin: bool) -> MemoryB
         UnknownBundle: no bundle of this name is loaded, on its way or draining, and none has failed lately.
     """
     left = names.versions.get(attempt.left_digest or "")
+    bundle = None
+    with contextlib.suppress(UnknownBundle):
+        bundle = card(names, name, is_admin)
     state: BundleState
-    if name in names:
+    if bundle is not None:
         state = "ready"
     elif attempt.loading:
         state = "loading"
@@ -81,7 +94,6 @@ def detail(names: Names, name: str, attempt: Attempt, is_admin: bool) -> MemoryB
     if attempt.change is not None and attempt.at is not None:
         reason = attempt.reason if is_admin else None
         failure = MemoryFailure(change=Change(attempt.change), reason=reason, at=attempt.at)
-    bundle = card(names, name, is_admin) if name in names else None
     return MemoryBundleDetail(name=name, state=state, loading=attempt.loading, failure=failure, bundle=bundle)
 
 

@@ -19,7 +19,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.tasks import SupportedTask
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
@@ -46,8 +46,10 @@ from .requests import (
     error_response,
     refused,
     registry_of,
+    status_of,
     unrouted,
 )
+from .residency import PoolSize
 from .schemas import (
     ForgetMemoryVersionsRequest,
     ForgottenVersions,
@@ -94,7 +96,7 @@ class InduceKVEndpoint:
         config = InduceKVConfig.from_vllm(engine_client.vllm_config) or InduceKVConfig()
         stop = EngineStop(engine_client)
         stop.install()
-        pool_bytes = await check_server(engine_client)
+        pool = await check_server(engine_client)
         model = engine_client.model_config
         cache = engine_client.vllm_config.load_config.download_dir
         backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision, cache)
@@ -106,7 +108,7 @@ class InduceKVEndpoint:
         memory_state = await asyncio.to_thread(
             lambda: ServerState(config.state or run / "state", keeps_bundles=config.state is not None, process=process)
         )
-        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, pool_bytes)
+        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, pool)
         await registry.start(run.name, access.key_name)
         engine = MemoryEngine(engine_client, registry, config, stop, registry.journal)
         engine_client.generate = engine.generate  # type: ignore[method-assign]
@@ -131,8 +133,8 @@ def run_folder(processes: int) -> Path:
     return Path(folder)
 
 
-async def check_server(client: EngineClient) -> int:
-    """Export and return the bytes of a rank's pool. Raises UnsupportedModel: bundles cannot be managed here."""
+async def check_server(client: EngineClient) -> PoolSize:
+    """The size of a rank's pool, which is exported. Raises UnsupportedModel: bundles cannot be managed here."""
     parallel = client.vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         size = parallel.pipeline_parallel_size
@@ -147,9 +149,8 @@ async def check_server(client: EngineClient) -> int:
         stats, *_ = await client.collective_rpc("inducekv_stats")
     except Exception as error:
         raise UnsupportedModel(f"the engine's workers do not support memory: add --worker-cls {WORKER_CLS}") from error
-    pool_bytes: int = stats["pool_bytes"]
-    POOL_BYTES.set(pool_bytes)
-    return pool_bytes
+    POOL_BYTES.set(stats["pool_bytes"])
+    return PoolSize.of(stats)
 
 
 def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> None:
@@ -202,7 +203,10 @@ def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleReg
         async def guarded_check(request: Any) -> Any:
             model = request.model
             if model and not models.is_base_model(model) and not dict.__contains__(models.lora_requests, model):
-                await registry.bring(*memory_names(model, getattr(request, "vllm_xargs", None), config))
+                try:
+                    await registry.bring(*memory_names(model, getattr(request, "vllm_xargs", None), config))
+                except InduceKVError as error:  # to some of vLLM's routes it would be a bad request
+                    raise GracefulHTTPError(str(error), status_of(error)) from error
             return await check(request)
 
         return guarded_check

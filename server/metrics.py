@@ -169,17 +169,21 @@ class RegistryMetrics:
         else:
             BUNDLE_INFO.remove(name, digest)
 
-    def follow(self, names: Mapping[str, str], versions: Mapping[str, Resident]) -> None:
+    def follow(self, names: Mapping[str, str | None], versions: Mapping[str, Resident]) -> None:
         """
         Args:
-            names: what the exported names stand for.
+            names: what those stand for that were exported a moment ago; None for nothing.
             versions: those that are resident, by digest.
         """
-        for name in self.exported:
-            if name not in names:
+        for name, digest in names.items():
+            if name not in self._series:  # another has taken its place since
+                continue
+            if digest is None:
                 self._end(name)
-            elif names[name] in versions:
-                self.pointed(name, versions[names[name]])
+                continue
+            if digest in versions:
+                self.pointed(name, versions[digest])
+            RESIDENT_BYTES.labels(name).set(versions[digest].resident_bytes if digest in versions else 0)
         unnamed = [version for version in versions.values() if not version.is_named]
         if self._is_first:
             POOL_USED_BYTES.set(sum(version.resident_bytes for version in versions.values()))

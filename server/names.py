@@ -33,7 +33,7 @@ from inducekv_vllm.vllm_seams.requirements import groups_adapters
 from .metrics import RegistryMetrics
 from .recency import Recency
 from .schemas import NAME_PATTERN
-from .state import Served, ServerState, VersionRecord
+from .state import Known, Served, ServerState, VersionRecord
 
 try:
     from vllm.renderers.chat_utils import MM_PARSER_MAP
@@ -50,6 +50,11 @@ PART_KINDS: Final = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {
     "text",
     "video",
 }
+
+
+def can_be_name(name: str) -> bool:
+    """Whether its characters are those of a bundle's name."""
+    return _NAME.fullmatch(name) is not None
 
 
 def unpinned(model: str) -> tuple[str, str]:
@@ -136,7 +141,8 @@ class Names:
 
     async def follow(self) -> None:
         """See what is resident now."""
-        snapshot = await asyncio.to_thread(self._state.snapshot, self._metrics.exported)
+        exported = self._metrics.exported  # others may begin meanwhile
+        snapshot = await asyncio.to_thread(self._state.snapshot, exported)
         for digest, found in snapshot.resident.items():
             version = self.versions.setdefault(digest, Version(found.memory, found.nbytes))
             version.is_named, version.is_pinned = found.is_named, found.is_pinned
@@ -145,7 +151,7 @@ class Names:
             if not self.versions[digest].is_used:  # otherwise it became resident since the snapshot
                 del self.versions[digest]
                 self.recency.gone(digest)
-        self._metrics.follow(snapshot.names, self.versions)
+        self._metrics.follow({name: snapshot.names.get(name) for name in exported}, self.versions)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -237,16 +243,15 @@ class Names:
         self.served(name)
         return self._state.records(name)
 
-    def memory(self, name: str) -> ServedBundle:
-        """What a name stands for, resident or not. Raises UnknownBundle: no bundle of this name is loaded."""
-        return self._state.memory(self.served(name).digest)
+    def known(self, name: str) -> Known:
+        """All that is known of a name. Raises UnknownBundle: no bundle of this name is loaded."""
+        if (found := self._state.known(name)) is None:
+            raise UnknownBundle(f"no memory bundle {name!r} is loaded")
+        return found
 
     def page(self, after: str, limit: int) -> list[tuple[str, str]]:
         """The next names in alphabetical order, with the digests that they stand for."""
         return self._state.page(after, limit)
-
-    def is_pinned(self, name: str) -> bool:
-        return self._state.is_pinned(name)
 
     def adapter(self, name: str, adapter: str) -> LoRARequest:
         """The LoRA adapter that the bundle `name` needs. Raises UnsupportedModel: it is not loaded."""
@@ -268,7 +273,7 @@ class Names:
             ConfigError: it cannot be the name of a bundle, or is taken.
             CapacityError: no more names may be served.
         """
-        if not _NAME.fullmatch(name):
+        if not can_be_name(name):
             raise ConfigError(
                 f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a "
                 f"digit; found {name!r}"

@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,7 +26,7 @@ from inducekv_vllm.bundle import (
     write_bundle,
 )
 from inducekv_vllm.bundle.adapters import read_adapter
-from inducekv_vllm.errors import BundleError, ConfigError, UnsupportedModel
+from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnsupportedModel
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import beside_requests
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
@@ -35,6 +36,7 @@ from .names import adapter_folder
 from .state import ServerState, VersionRecord
 
 T = TypeVar("T")
+READS: Final = 4  # at a time, in threads of their own: what requests ask of the state does not wait for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,8 @@ class BundleReader:
         """Raises ConfigError: a public key cannot be used."""
         self._client, self._backbone, self._state, self._config = client, backbone, state, config
         self._signers = [read_public_key(path) for path in config.require_signature]
-        self._checked: set[str] = set()  # digests that this process has read and checked
+        self._checked: set[str] = set()  # digests of which this process has checked what the workers cannot
+        self._threads = ThreadPoolExecutor(READS, "inducekv-read")
         self._folder = tempfile.TemporaryDirectory(prefix="inducekv-")  # of files on their way to the workers
 
     async def read(self, name: str, path: str, access: Access | None, *, keep: bool = True) -> Checked:
@@ -94,13 +97,13 @@ class BundleReader:
     async def again(self, record: VersionRecord, memory: ServedBundle) -> AsyncIterator[ServedBundle]:
         """A version that is kept, to be loaded again. Its file may be gone after the context.
 
-        What this process has checked before is not read here: the workers compare its digest.
+        It is not read here, but once for who has signed it, and for its adapters: the workers compare its digest.
 
         Raises:
             BundleError: as for `version`.
         """
         async with self._file_of(record) as path:
-            if record.digest not in self._checked:
+            if self._has_more(memory) and record.digest not in self._checked:
                 memory = (await self._in_thread(self._read_version, path, record)).memory
             yield dataclasses.replace(memory, path=path)
 
@@ -147,24 +150,28 @@ class BundleReader:
 
     @contextlib.asynccontextmanager
     async def _file_of(self, record: VersionRecord) -> AsyncIterator[str]:
-        """A copy of what the state has, or what it was loaded from."""
+        """A copy of what the state has, or what it was loaded from. Raises CapacityError: no room for a copy."""
         path, bundle = await asyncio.to_thread(self._state.kept, record.digest)
         if bundle is None:
             yield path
             return
         copy = Path(self._folder.name, f"kept-{record.digest}.safetensors")
-        await asyncio.to_thread(copy.write_bytes, bundle)
         try:
+            try:
+                await asyncio.to_thread(copy.write_bytes, bundle)
+            except OSError as error:
+                reason = f"bundle {record.name!r} cannot be copied for the workers: {error.strerror}"
+                raise CapacityError(reason) from error
             yield str(copy)
         finally:
-            copy.unlink()
+            copy.unlink(missing_ok=True)
 
     async def _in_thread(self, read: Callable[..., T], *arguments: object) -> T:
         def run() -> T:
             with beside_requests(lambda: cast(AsyncLLM, self._client).get_num_unfinished_requests() > 0):
                 return read(*arguments)
 
-        return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     def _read_version(self, path: str, record: VersionRecord) -> Checked:
         checked = self._read_checked(record.name, path, None, keep=False)
@@ -180,8 +187,13 @@ class BundleReader:
             checked = self._read(name, path, file, keep)
         for record in checked.memory.metadata.task_adapters:
             _check_adapter_files(name, adapter_folder(checked.memory, record), record, access)
-        self._checked.add(checked.memory.digest)
+        if self._has_more(checked.memory):
+            self._checked.add(checked.memory.digest)
         return checked
+
+    def _has_more(self, memory: ServedBundle) -> bool:
+        """Whether a version has what its digest does not tell."""
+        return bool(self._signers or memory.metadata.task_adapters)
 
     def _read(self, name: str, path: str, file: str, keep: bool) -> Checked:
         """`file` is what leads to the bundle now, `path` what will later."""

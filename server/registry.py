@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -32,7 +31,7 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm import __version__
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
-from inducekv_vllm.errors import CapacityError, ConfigError, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.frontend.memory_engine import Lease
 from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.frontend.stopping import EngineStop
@@ -48,7 +47,7 @@ from .journal import Journal
 from .metrics import RegistryMetrics
 from .names import Names, unpinned
 from .reader import BundleReader, Checked
-from .residency import Residency
+from .residency import PoolSize, Residency
 from .resolvers import resolver_of
 from .resolving import Resolving
 from .schemas import ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
@@ -82,15 +81,9 @@ class BundleRegistry:
         state: ServerState,
         config: InduceKVConfig | None = None,
         stop: EngineStop | None = None,
-        pool_bytes: float = math.inf,
+        pool: PoolSize | None = None,
     ) -> None:
-        """
-        Args:
-            pool_bytes: of one rank. Unless it is said, that there is no room is seen when a worker refuses a load.
-
-        Raises:
-            ConfigError: a public key cannot be used.
-        """
+        """Raises ConfigError: a public key cannot be used."""
         self._client, self._models, self._state = client, models, state
         self._config = config or InduceKVConfig()
         self.journal = Journal(state, self._config)
@@ -103,8 +96,9 @@ class BundleRegistry:
         self._residency = Residency(
             *(client, state, self._names, self._changes, self._reader, self._config),
             self.following.follow,
+            self._release,
             self.in_background,
-            pool_bytes,
+            pool or PoolSize(),
         )
         self._resolving: Resolving | None = None
         if self._config.resolver is not None:
@@ -288,11 +282,11 @@ class BundleRegistry:
             InduceKVError: as for `load`.
         """
         async with self._changing(Change.LOAD, name, RESOLVER, bounded=False) as made:
+            self._check_memory(name, checked.memory)
             is_new = name not in self._names
             if is_new and self._state.num_names() >= self._config.max_bundles and (first := self._state.found_first()):
                 self._leave(await asyncio.to_thread(self._state.drop, first, RESOLVER))
             self._check_name(name, replace=True)
-            self._check_memory(name, checked.memory)
             record = _record(name, checked.memory, RESOLVER, checked.memory.path)
             event = Change.LOAD.value if is_new else "replace"
             arguments = (record, checked.memory, None, None, 1, event, None, tag)
@@ -352,6 +346,9 @@ class BundleRegistry:
     ) -> AsyncIterator[Transaction]:
         """`Changes.making`, of a name that stands for what the change expects."""
         async with self._changes.making(change, name, who, bounded=bounded) as made:
+            served = self._state.served(name)
+            if who == RESOLVER and served is not None and served.tag is None:
+                raise VersionConflict(f"memory bundle {name!r} was loaded by somebody else since it was looked up")
             is_first = change.makes_first and name not in self._names
             found = "no bundle" if is_first else self._names.served(name).digest
             if expected_digest is not None and found != expected_digest:
@@ -390,8 +387,9 @@ class BundleRegistry:
         for name, digest in map(unpinned, models):
             try:
                 await self._bring(name, digest, held)
-            except RetryableRequestError:
-                if self._resolving is None or not await self._resolving.look_again(name):
+            except RetryableRequestError as error:
+                is_damaged = isinstance(error.__cause__, BundleError)
+                if self._resolving is None or not is_damaged or not await self._resolving.look_again(name):
                     raise
                 await self._bring(name, digest, held)
 
@@ -416,26 +414,30 @@ class BundleRegistry:
         """A version that has left the pool may still be in the workers' host memory."""
         async with self._changes.alone():
             await self.following.follow()
-            if digest in self._names.versions:  # it was loaded again meanwhile
+            if digest in self._names.versions or self._state.is_named(digest):  # again, meanwhile
                 return
             is_erased = await engines.erase_kept(self._client, digest)
             if is_erased is not None:
                 await self.journal.note("release", digest=digest, erased=is_erased)
 
     def _left(self, memory: ServedBundle) -> None:
-        self.in_background(self._release(memory))
+        self.in_background(self._release_in_turn(memory))
 
-    async def _release(self, memory: ServedBundle) -> None:
-        """No request of this process uses a version, and no name stands for it. The last process unloads it."""
-        digest = memory.digest
+    async def _release_in_turn(self, memory: ServedBundle) -> None:
         async with self._changes.alone():  # it may be loaded again meanwhile
-            with self._names.leaving(digest) as is_unused:
-                if not is_unused or not await asyncio.to_thread(self._state.release, digest):
-                    return
-                await self.following.follow()
-            is_erased = await engines.release(self._client, memory, self._names.task_adapters_but(digest))
-            if is_erased is not None:
-                await self.journal.note("release", digest=digest, erased=is_erased)
+            await self._release(memory)
+
+    async def _release(self, memory: ServedBundle) -> bool:
+        """Unload a version, if no name stands for it and no process uses it; a change is alone meanwhile."""
+        digest = memory.digest
+        with self._names.leaving(digest) as is_unused:
+            if not is_unused or not await asyncio.to_thread(self._state.release, digest):
+                return False
+            await self.following.follow()
+        is_erased = await engines.release(self._client, memory, self._names.task_adapters_but(digest))
+        if is_erased is not None:
+            await self.journal.note("release", digest=digest, erased=is_erased)
+        return True
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -462,7 +464,7 @@ class BundleRegistry:
 
     def metadata(self, name: str) -> BundleMetadata:
         """Of the version that a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
-        return self._names.memory(name).metadata
+        return self._names.known(name).memory.metadata
 
     async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
         """What is known of a name.

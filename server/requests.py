@@ -70,11 +70,12 @@ STATUS_OF: Final[dict[type, HTTPStatus]] = {  # and of their subclasses
     LoadTimeout: HTTPStatus.GATEWAY_TIMEOUT,
 }
 
+KINDS: Final = {HTTPStatus.BAD_REQUEST: "BadRequestError", HTTPStatus.NOT_FOUND: "NotFoundError"}  # as vLLM has them
+
 
 def error_response(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> ErrorResponse:
     """An error in vLLM's format."""
-    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else "BadRequestError"
-    return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status.value))
+    return ErrorResponse(error=ErrorInfo(message=reason, type=KINDS.get(status, status.phrase), code=status.value))
 
 
 def error_answer(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JSONResponse:

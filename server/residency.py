@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import RetryableRequestError
 
+from inducekv_vllm.attention.pool import rows_of
 from inducekv_vllm.errors import CapacityError, InduceKVError
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
@@ -26,7 +29,7 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 from . import engines
 from .changes import Changes
 from .metrics import COLD_SECONDS, EVICTIONS
-from .names import Names
+from .names import Names, Version
 from .reader import BundleReader
 from .state import ServerState
 from .turn import TURN
@@ -35,6 +38,25 @@ logger = logger_of(__name__)
 T = TypeVar("T")
 ROOM_S: Final = 0.1  # how often a request that waits for room looks what other API processes have left
 WAIT_S: Final = 60.0  # so long it waits at most
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Of one rank. Unless it is known, that there is no room is seen when a worker refuses a load."""
+
+    nbytes: float = math.inf
+    row_bytes: int = 0
+    heads_per_kv_head: int = 1  # G, tokens of a row
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> PoolSize:
+        """From what a worker reports."""
+        nbytes, tokens, heads = (stats[name] for name in ("pool_bytes", "pool_tokens", "heads_per_kv_head"))
+        return cls(nbytes, nbytes // tokens * heads, heads)
+
+    def bytes_of(self, memory: ServedBundle) -> int:
+        """What a version takes."""
+        return rows_of(memory.metadata, self.heads_per_kv_head) * self.row_bytes
 
 
 class Residency:
@@ -49,18 +71,19 @@ class Residency:
         reader: BundleReader,
         config: InduceKVConfig,
         follow: Callable[[], Awaitable[None]],
+        release: Callable[[ServedBundle], Awaitable[bool]],
         in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        pool_bytes: float,
+        pool: PoolSize,
     ) -> None:
         """
         Args:
             follow: sees what is resident now.
+            release: unloads a version that no name stands for, if nothing uses it.
             in_background: a task that goes on whatever becomes of who waits for it.
-            pool_bytes: of one rank.
         """
         self._client, self._state, self._names, self._changes, self._reader = client, state, names, changes, reader
-        self._config, self._follow, self._in_background = config, follow, in_background
-        self._pool_bytes = pool_bytes
+        self._config, self._follow, self._release, self._in_background = config, follow, release, in_background
+        self._pool = pool
         self._coming: dict[tuple[str, frozenset[str]], asyncio.Task[None]] = {}  # loads of cold names, beside others
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -115,9 +138,8 @@ class Residency:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._names.unused.wait(), ROOM_S)
         except CapacityError as error:
-            logger.warning("memory bundle %r cannot be loaded: %s", name, error)
-            others = "what is pinned" + (" and the request's other memory" if beside else "")
-            raise CapacityError(f"memory bundle {name!r} does not fit into the pool beside {others}") from error
+            logger.warning("memory bundle %r cannot be loaded: %s", name, error.__cause__ or error)
+            raise
         except (InduceKVError, TimeoutError) as error:
             logger.warning("memory bundle %r cannot be loaded: %s", name, error or "it takes too long")
             raise RetryableRequestError(f"memory bundle {name!r} cannot be loaded now") from error
@@ -128,24 +150,39 @@ class Residency:
             served = self._state.served(name)
             if served is None or served.resident_bytes is not None:
                 return True
-            async with self._reader.again(self._state.records(name)[0], self._state.memory(served.digest)) as memory:
+            memory = self._state.memory(served.digest)
+            if not self._fits(memory, lambda version: version.is_pinned or version.memory.digest in beside):
+                raise self._refusal(name, memory, beside)
+            if not self._fits(memory, lambda version: version.is_pinned or version.is_used):
+                return False
+            async with self._reader.again(self._state.records(name)[0], memory) as memory:
                 try:
-                    async with self.resident(memory) as nbytes:
+                    async with self.resident(memory, comes_back=True) as nbytes:
                         await asyncio.to_thread(self._state.warm, served.digest, nbytes)
-                except CapacityError:
+                except CapacityError as error:
                     if await asyncio.to_thread(self._state.evictable) <= beside:
-                        raise
+                        raise self._refusal(name, memory, beside) from error
                     return False
             await self._follow()
             return True
 
+    def _refusal(self, name: str, memory: ServedBundle, beside: frozenset[str]) -> CapacityError:
+        others = "what is pinned" + (" and the request's other memory" if beside else "")
+        return CapacityError(
+            f"memory bundle {name!r} does not fit into the pool beside {others}: it needs "
+            f"{self._pool.bytes_of(memory)} bytes, and the pool has {self._pool.nbytes}"
+        )
+
     # ---- the pool; a change is alone meanwhile ----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def resident(self, memory: ServedBundle) -> AsyncIterator[int]:
+    async def resident(self, memory: ServedBundle, *, comes_back: bool = False) -> AsyncIterator[int]:
         """The workers have a version, and drop it again if they did not have it before and the context fails.
 
         The context gets its bytes in the pool of one rank.
+
+        Args:
+            comes_back: without room it will be tried again, and the workers keep what they have read.
 
         Raises:
             InduceKVError: as for `engines.load`.
@@ -156,15 +193,16 @@ class Residency:
             yield version.resident_bytes if version else await self._load(memory)
         except BaseException as error:
             if version is None:
-                no_room = isinstance(error, CapacityError)  # it is tried again
-                unloading = self._in_background(self._unload(memory, keep=no_room))
+                keep = comes_back and isinstance(error, CapacityError)
+                unloading = self._in_background(self._unload(memory, keep=keep))
                 if not isinstance(error, asyncio.CancelledError):  # out of time
                     await unloading
             raise
 
     async def _load(self, memory: ServedBundle) -> int:
-        """`engines.load`. Others leave before it, as far as can be foreseen, and then while there is no room."""
-        if (missing := self._missing_bytes(memory)) > 0:
+        """`engines.load`. Others leave before it, as many as have its room, and then while there is none."""
+        may_fit = self._fits(memory, lambda version: version.is_pinned)
+        if may_fit and (missing := self._pool.bytes_of(memory) - self._free_bytes(lambda version: True)) > 0:
             await self._make_room(0, missing)
         number = 1
         while True:
@@ -172,17 +210,17 @@ class Residency:
                 async with asyncio.timeout(self._config.load_timeout_s):
                     return await engines.load(self._client, memory)
             except CapacityError:  # holes, or memory that requests still read
-                if not await self._make_room(number):
+                if not may_fit or not await self._make_room(number):
                     raise
                 number *= 2
 
-    def _missing_bytes(self, memory: ServedBundle) -> float:
-        """Of room for a version, if it takes of the pool what others take for each byte of their files."""
-        versions = [each for each in self._names.versions.values() if each.memory.num_entries]
-        if not versions or not memory.num_entries:
-            return 0.0
-        used = sum(each.resident_bytes for each in versions)
-        return used + memory.file_bytes * used / sum(each.memory.file_bytes for each in versions) - self._pool_bytes
+    def _fits(self, memory: ServedBundle, stays: Callable[[Version], bool]) -> bool:
+        """Whether a version has room beside others, if all leave that do not stay."""
+        return self._pool.bytes_of(memory) <= self._free_bytes(stays)
+
+    def _free_bytes(self, stays: Callable[[Version], bool]) -> float:
+        """Of the pool, if all others leave."""
+        return self._pool.nbytes - sum(v.resident_bytes for v in self._names.versions.values() if stays(v))
 
     async def _make_room(self, number: int, missing: float = 0.0) -> bool:
         """Let so many of those that are wanted the least leave the pool, and so many bytes; whether any has left."""
@@ -196,9 +234,11 @@ class Residency:
         return left > 0
 
     async def _evict(self, digest: str) -> bool:
-        """Whether a version could leave the pool: no request uses it."""
+        """Whether a version could leave the pool: no request uses it. It may come back, if a name stands for it."""
         version = self._names.versions.get(digest)
         memory = version.memory if version is not None else await asyncio.to_thread(self._state.memory, digest)
+        if not self._state.is_named(digest):  # nothing may stay of it, in host memory either
+            return await self._release(memory)
         with self._names.leaving(digest) as is_unused:
             if not is_unused or not await asyncio.to_thread(self._state.evict, digest):
                 return False

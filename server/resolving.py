@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -26,6 +27,7 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .access import Access
 from .metrics import FAILED, FOUND, LOOKS, MISSING, SAME
+from .names import can_be_name
 from .reader import BundleReader, Checked
 from .resolvers import SUFFIX, MemoryResolver, can_be_resolved
 from .state import ServerState
@@ -96,7 +98,8 @@ class Resolving:
     async def _look(self, name: str) -> None:
         what = "cannot be looked up now"
         try:
-            tag = await self._apart(self._resolver.tag, name) if can_be_resolved(name) else None
+            is_path = can_be_name(name) and can_be_resolved(name)
+            tag = await self._apart(self._resolver.tag, name) if is_path else None
             served = self._state.served(name)
             outcome = SAME
             if tag is None:
@@ -173,7 +176,7 @@ class DiskCache:
         """A checked copy gets its place, and those that have been there the longest go. Raises OSError."""
         place = self._folder / f"{checked.memory.digest}{SUFFIX}"
         os.replace(copy, place)
-        kept = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self._folder.glob(f"*{SUFFIX}"))
+        kept = sorted(self._kept())
         total = sum(size for _, size, _ in kept)
         for _, size, file in kept:
             if total <= self._max_bytes or file == place:
@@ -181,6 +184,13 @@ class DiskCache:
             file.unlink(missing_ok=True)
             total -= size
         return checked.at(str(place))
+
+    def _kept(self) -> Iterator[tuple[float, int, Path]]:
+        """Since when each file is there, its bytes, and its path. Others may take one away at any moment."""
+        for file in self._folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                found = file.stat()
+                yield found.st_mtime, found.st_size, file
 
 
 def default_cache() -> str:

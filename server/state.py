@@ -86,6 +86,10 @@ IS_PINNED: Final = (
     "EXISTS (SELECT * FROM versions JOIN pins USING (name) WHERE versions.digest = contents.digest AND served)"
 )
 RECORD: Final = "name, digest, parent, loaded_at, by, source"
+SERVED: Final = (
+    "SELECT digest, resident_bytes, tag FROM versions JOIN contents USING (digest) LEFT JOIN tags USING (name) "
+    "WHERE name = ? AND served"
+)
 MEMORY: Final = "SELECT digest, metadata, path, file_bytes FROM contents WHERE digest = ?"
 IS_NAMED: Final = "EXISTS (SELECT * FROM versions WHERE versions.digest = contents.digest AND served)"
 
@@ -123,6 +127,16 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Known:
+    """What is known of a name at one moment."""
+
+    served: Served
+    records: tuple[VersionRecord, ...]  # of its versions, the served one first
+    memory: ServedBundle  # what it stands for, resident or not
+    is_pinned: bool
+
+
+@dataclass(frozen=True)
 class Resident:
     """A version that is resident."""
 
@@ -154,7 +168,7 @@ class ServerState:
             ConfigError: it is something else, of another version, in use, or cannot be written.
         """
         self.path, self.keeps_bundles, self.process = Path(path).absolute(), keeps_bundles, process
-        self._lock, self._read_lock, self._watch_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lock, self._read_lock, self._watch_lock = threading.Lock(), threading.RLock(), threading.Lock()
         self._memories: dict[str, ServedBundle] = {}  # by digest
         with _as_config_error(f"{self.path}: cannot be used as a state file"):
             while not check_state_file(self.path) and process:
@@ -280,22 +294,15 @@ class ServerState:
 
     def snapshot(self, names: Iterable[str] = ()) -> Snapshot:
         """What is resident, and what these names stand for, those that stand for something."""
-        with self._read_lock, _as_config_error(f"{self.path}: cannot be read"):
-            self._reading.execute("BEGIN")
-            try:
-                rows = self._reading.execute(
-                    f"SELECT digest, resident_bytes, {IS_NAMED}, {IS_PINNED} FROM contents "
-                    "WHERE resident_bytes IS NOT NULL"
-                ).fetchall()
-                new = [
-                    self._reading.execute(MEMORY, row[:1]).fetchone() for row in rows if row[0] not in self._memories
-                ]
-                served = self._reading.execute(
-                    "SELECT name, digest FROM versions WHERE served AND name IN (SELECT value FROM json_each(?))",
-                    (json.dumps(list(names)),),
-                ).fetchall()
-            finally:
-                self._reading.execute("COMMIT")
+        with self._moment():
+            rows = self._read(
+                f"SELECT digest, resident_bytes, {IS_NAMED}, {IS_PINNED} FROM contents WHERE resident_bytes IS NOT NULL"
+            )
+            new = [self._read(MEMORY, row[:1])[0] for row in rows if row[0] not in self._memories]
+            served = self._read(
+                "SELECT name, digest FROM versions WHERE served AND name IN (SELECT value FROM json_each(?))",
+                (json.dumps(list(names)),),
+            )
         known = {**self._memories, **{digest: _memory(*of_it) for digest, *of_it in new}}
         self._memories = {digest: known[digest] for digest, *_ in rows}
         resident = {
@@ -306,12 +313,16 @@ class ServerState:
 
     def served(self, name: str) -> Served | None:
         """What a name stands for, None for nothing."""
-        found = self._now(
-            "SELECT digest, resident_bytes, tag FROM versions JOIN contents USING (digest) LEFT JOIN tags USING (name) "
-            "WHERE name = ? AND served",
-            (name,),
-        )
+        found = self._now(SERVED, (name,))
         return Served(*found[0]) if found else None
+
+    def known(self, name: str) -> Known | None:
+        """All that is known of a name that stands for something, None of another one."""
+        with self._moment():
+            if not (found := self._read(SERVED, (name,))):
+                return None
+            served, is_pinned = Served(*found[0]), bool(self._read("SELECT 1 FROM pins WHERE name = ?", (name,)))
+            return Known(served, self.records(name), self.memory(served.digest), is_pinned)
 
     def is_named(self, digest: str) -> bool:
         return bool(self._now("SELECT 1 FROM versions WHERE digest = ? AND served", (digest,)))
@@ -346,12 +357,9 @@ class ServerState:
         )
         return [name for (name,) in self._read(statement, (adapter,))]
 
-    def is_pinned(self, name: str) -> bool:
-        return bool(self._now("SELECT 1 FROM pins WHERE name = ?", (name,)))
-
     def evictable(self) -> set[str]:
-        """The resident versions that may leave the pool: no pinned name stands for them."""
-        rows = self._read(f"SELECT digest FROM contents WHERE resident_bytes IS NOT NULL AND NOT {IS_PINNED}")
+        """The versions that have room in the pool and may leave it: no pinned name stands for them."""
+        rows = self._read(f"SELECT digest FROM contents WHERE resident_bytes > 0 AND NOT {IS_PINNED}")
         return {digest for (digest,) in rows}
 
     def records(self, name: str) -> tuple[VersionRecord, ...]:
@@ -593,6 +601,16 @@ class ServerState:
         """As `_read`, for the event loop: it waits for nothing that takes long."""
         with self._watch_lock, _as_config_error(f"{self.path}: cannot be read"):
             return self._watch.execute(statement, values).fetchall()
+
+    @contextlib.contextmanager
+    def _moment(self) -> Iterator[None]:
+        """All that is read within this context is of one moment."""
+        with self._read_lock, _as_config_error(f"{self.path}: cannot be read"):
+            self._reading.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._reading.execute("COMMIT")
 
     def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
         with self._read_lock, _as_config_error(f"{self.path}: cannot be read"):

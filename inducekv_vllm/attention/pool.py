@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bundle import Bundle
+from ..bundle import Bundle, BundleMetadata
 from ..errors import CapacityError, UnsupportedModel
 from ..pace import rest
 from ..vllm_seams.device import Device
@@ -104,7 +104,7 @@ class MemoryPool:
     def _allocate(self, bundle: Bundle) -> Region:
         """Find room. Raises CapacityError."""
         G = self.shape.heads_per_kv_head
-        length = self._token_rows(bundle) + bundle.num_entries * map_rank(bundle)
+        length = rows_of(bundle.metadata, G)
         try:
             return self.ranges.allocate(length)
         except CapacityError as error:
@@ -114,10 +114,6 @@ class MemoryPool:
                 f"{self.ranges.largest_free * G} of them adjacent; unload a bundle, or start the server with a larger "
                 f"--memory-pool-entries than {self.shape.entries}"
             ) from error
-
-    def _token_rows(self, bundle: Bundle) -> int:
-        """How many times G tokens its entries take, without their maps."""
-        return -(-bundle.num_entries * bundle.payload_tokens // self.shape.heads_per_kv_head)
 
     def _check_geometry(self, bundle: Bundle, heads: slice) -> None:
         L, _, J, _, D = bundle.payload_keys.shape
@@ -131,9 +127,9 @@ class MemoryPool:
 
     def _resident(self, host: HostBundle, region: Region, gate: ResidentGate | None) -> ResidentBundle:
         bundle = host.bundle
-        G, rank = self.shape.heads_per_kv_head, map_rank(bundle)
+        G, rank = self.shape.heads_per_kv_head, map_rank(bundle.metadata)
         first_token = region.place.start * G
-        first_map_row = region.place.start + self._token_rows(bundle)
+        first_map_row = region.place.start + _token_rows(bundle.metadata, G)
         tokens = slice(first_token, first_token + bundle.num_entries * bundle.payload_tokens)
         rows = slice(first_map_row, first_map_row + bundle.num_entries * rank)
         layers = [
@@ -207,5 +203,15 @@ def _sizes(keys: int, values: int) -> str:
     return str(keys) if keys == values else f"{keys} (values of {values})"
 
 
-def map_rank(bundle: Bundle) -> int:
-    return 0 if bundle.metadata.output_map is None else bundle.metadata.output_map.rank
+def rows_of(metadata: BundleMetadata, heads_per_kv_head: int) -> int:
+    """How many times G tokens a bundle takes: its entries, then their maps."""
+    return _token_rows(metadata, heads_per_kv_head) + len(metadata.entries) * map_rank(metadata)
+
+
+def _token_rows(metadata: BundleMetadata, heads_per_kv_head: int) -> int:
+    """`rows_of`, without the maps."""
+    return -(-len(metadata.entries) * metadata.payload_tokens // heads_per_kv_head)
+
+
+def map_rank(metadata: BundleMetadata) -> int:
+    return 0 if metadata.output_map is None else metadata.output_map.rank

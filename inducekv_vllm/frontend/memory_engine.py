@@ -16,7 +16,13 @@ from typing import Any, Protocol, cast
 from uuid import uuid4
 
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GenerationError, RetryableRequestError, VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import (
+    GenerationError,
+    RetryableRequestError,
+    VLLMClientError,
+    VLLMNotFoundError,
+    VLLMValidationError,
+)
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -172,7 +178,7 @@ class MemoryEngine:
             _, (prompt,) = await self._client.renderer.render_chat_async(
                 [[{"role": "user", "content": list(parts)}]], ChatParams()
             )
-        except (ValueError, TypeError, OSError, RuntimeError) as error:  # whatever vLLM says of a bad one
+        except (VLLMClientError, ValueError, TypeError, OSError, RuntimeError) as error:  # whatever vLLM says
             raise TaskDataError(f"its picture cannot be used: {error}") from error
         with self._invalidating_mm_cache(prompt), self._stop.running():
             decided = None

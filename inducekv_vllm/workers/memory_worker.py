@@ -77,7 +77,7 @@ class MemoryWorker(Worker):
         self.resident = ResidentBundles(
             self._read_bundle, self._store_bundle, self._is_stepping, self.settings.memory_host_bytes, self._patience
         )
-        self._last_step = -math.inf  # when it began or ended
+        self._last_step = -math.inf  # when it ended; inf while it runs
         self._step_s = 0.0  # how long it took
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known, the model is loaded, and the KV cache is there.
@@ -217,7 +217,7 @@ class MemoryWorker(Worker):
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        self._last_step = time.monotonic()
+        began, self._last_step = time.monotonic(), math.inf
         self._device.begin_step()
         self.requests.follow(scheduler_output, self._runner)
         try:
@@ -228,7 +228,7 @@ class MemoryWorker(Worker):
         finally:
             self._rows = None
             self.attention.end_step()
-            began, self._last_step = self._last_step, time.monotonic()
+            self._last_step = time.monotonic()
             self._step_s = self._last_step - began
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -275,7 +275,7 @@ class MemoryWorker(Worker):
 
     def _read_bundle(self, path: str, digest: str) -> HostBundle:
         """Read and check a bundle; runs in a thread."""
-        bundle = read_bundle(path, backbone=self._backbone)
+        bundle = read_bundle(path, backbone=self._backbone, max_bytes=self.settings.max_bundle_bytes)
         check_bundle(bundle, path, digest, self.vllm_config, self.attention, self.cached_values)
         is_first = get_tensor_model_parallel_rank() == 0
         facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None
@@ -307,12 +307,13 @@ class MemoryWorker(Worker):
         return self.resident.is_erased(digest)
 
     def inducekv_stats(self) -> dict[str, Any]:
-        """Report what this worker holds; tests use it to check that nothing leaks."""
+        """Report what this worker holds, and the size of its pool."""
         slots = self.requests.slots
         return {
             "resident": {digest: bundle.nbytes for digest, bundle in self.resident.loaded.items()},
             "pool_bytes": self.pool.shape.nbytes(dtype_of(self.model_config)),
             "pool_tokens": self.pool.shape.num_tokens,
+            "heads_per_kv_head": self.pool.shape.heads_per_kv_head,
             "pool_tokens_free": self.pool.num_free_tokens,
             "host_bytes": self.resident.host_bytes,
             "slots_used": slots.used,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from inducekv_vllm import worker
 from inducekv_vllm.attention.kernels import launch
@@ -16,6 +17,7 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from inducekv_vllm.workers import memory_worker
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 from inducekv_vllm.workers.refusals import check_most_entries
@@ -77,3 +79,23 @@ def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
         _device=CPU,
     )
     assert of_gpu.make_attention(2, 8)._most_graph_rows == rows
+
+
+def test_loads_leave_the_cores_to_a_step_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, seen = 0.0, []
+
+    def step(running: InduceKVCPUWorker, scheduled: object) -> None:
+        nonlocal now
+        now += 10 * memory_worker.STEPPING_S
+        seen.append(running._is_stepping())
+
+    monkeypatch.setattr(memory_worker, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(CPUWorker, "execute_model", step)
+    stepping: Any = InduceKVCPUWorker.__new__(InduceKVCPUWorker)
+    nothing = SimpleNamespace(follow=lambda *_: None, end_step=lambda: None)
+    vars(stepping).update(_device=CPU, requests=nothing, attention=nothing, _runner=None, _rows=None)
+    stepping.execute_model(None)
+    for _ in range(2):
+        seen.append(stepping._is_stepping())
+        now += memory_worker.STEPPING_S
+    assert seen == [True, True, False]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.errors import BundleError
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.registry import BundleRegistry
+from server.residency import PoolSize
 from server.state import ServerState
 from tests.bundles import FINGERPRINT, random_bundle
 
@@ -42,7 +44,8 @@ class Workers:
             return [args[0] not in self.resident and args[0] not in self.kept]
         if method == "inducekv_load_bundle":
             path, digest = args
-            assert Path(path).is_file()
+            if (wrong := _wrong_with(path, digest)) is not None:
+                return [{"ok": False, "error": wrong, "kind": "BundleError"}]
             if digest not in self.resident and len(self.resident) < self.room:
                 self.resident[digest] = path
                 self.loads.append(digest)
@@ -58,6 +61,15 @@ class Workers:
         return [{"ok": True, "resident_bytes": 1}]
 
 
+def _wrong_with(path: str, digest: str) -> str | None:
+    """As the workers, which read the file."""
+    try:
+        found = read_bundle(path).digest
+    except BundleError as error:
+        return str(error)
+    return None if found == digest else f"{path} changed while it was loaded"
+
+
 def models() -> Any:
     """Names of models, as vLLM has them."""
     count = iter(range(1, 1000))
@@ -70,13 +82,13 @@ def models() -> Any:
 
 
 def begin(
-    config: InduceKVConfig, workers: Any, temporary: Path | None = None, pool_bytes: float = math.inf
+    config: InduceKVConfig, workers: Any, temporary: Path | None = None, pool: PoolSize | None = None
 ) -> BundleRegistry:
     """The registry of a server that starts; without a state file in the settings it has a temporary one."""
     path = config.state or temporary
     assert path is not None
     state = ServerState(path, keeps_bundles=config.state is not None)
-    return BundleRegistry(workers, models(), FINGERPRINT, state, config, pool_bytes=pool_bytes)
+    return BundleRegistry(workers, models(), FINGERPRINT, state, config, pool=pool)
 
 
 async def end(registry: BundleRegistry) -> None:

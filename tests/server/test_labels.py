@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import REGISTRY, generate_latest
 
 from inducekv_vllm.frontend.observation import OTHER
 from inducekv_vllm.frontend.served_bundle import ServedBundle
@@ -42,7 +42,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryMetrics]:
     monkeypatch.setattr(metrics, "COUNTED", 50)
     made = RegistryMetrics()
     yield made
-    made.follow({}, {})
+    made.follow(dict.fromkeys(made.exported), {})
     assert not made.exported
 
 
@@ -71,6 +71,20 @@ def test_a_name_that_stands_for_nothing_any_more_has_no_series(exported: Registr
     exported.pointed("gone", VERSION)
     exported.pointed("kept", VERSION)
     assert {"gone", "kept"} <= labels()
-    exported.follow({"kept": VERSION.memory.digest}, {VERSION.memory.digest: VERSION})
+    named = dict(zip(("gone", "kept"), (None, VERSION.memory.digest), strict=True))
+    exported.pointed("new", VERSION)  # since it was looked up what the others stand for
+    exported.follow(named, {VERSION.memory.digest: VERSION})
     assert "gone" not in labels()
-    assert "kept" in labels()
+    assert {"kept", "new"} <= labels()
+
+
+def test_what_is_cold_takes_nothing_of_the_pool(exported: RegistryMetrics) -> None:
+    def resident_bytes() -> float | None:
+        return REGISTRY.get_sample_value("inducekv:resident_bytes", {"bundle": "m"})
+
+    exported.pointed("m", VERSION)
+    digest, seen = VERSION.memory.digest, []
+    for versions in ({digest: VERSION}, {}, {digest: VERSION}):
+        exported.follow({"m": digest}, versions)
+        seen.append(resident_bytes())
+    assert seen == [1, 0, 1]

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from vllm.exceptions import RetryableRequestError
+from starlette.datastructures import State
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import RetryableRequestError, VLLMError
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import CapacityError
+from inducekv_vllm.files.audit_chain import read
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import residency
+from server.endpoint import bring_bundles
 from server.recency import Recency
 from server.registry import BundleRegistry
+from server.residency import PoolSize
 from server.state import ServerState
 from server.turn import TURN
 from tests.bundles import FINGERPRINT, random_bundle
@@ -24,16 +34,19 @@ from tests.server.registries import RUN, Workers, begin, end, models
 
 pytestmark = pytest.mark.anyio
 BUNDLES = {f"n{seed}": random_bundle(seed=seed) for seed in range(8)}
-NAME_OF = {bundle.digest: name for name, bundle in BUNDLES.items()}
+LARGE = random_bundle(num_entries=10)
+ROW = 20  # tokens, as many as each bundle has but this one, which has two rows; a row takes a byte
+NAME_OF = {bundle.digest: name for name, bundle in {**BUNDLES, "large": LARGE}.items()}
 
 
 class Pool:
     """A registry whose workers have room for three bundles."""
 
-    def __init__(self, folder: Path, room: int = 3, pool_bytes: float | None = None, **settings: object) -> None:
+    def __init__(self, folder: Path, room: int = 3, pool_bytes: int | None = None, **settings: object) -> None:
         self.folder, self.workers = folder, Workers(room)
         config = InduceKVConfig(**settings)  # type: ignore[arg-type]
-        self.registry = begin(config, self.workers, folder / "temporary", pool_bytes=pool_bytes or room)
+        size = PoolSize(pool_bytes or room, 1, ROW)
+        self.registry = begin(config, self.workers, folder / "temporary", size)
 
     async def load(self, *names: str, pin: bool | None = None) -> None:
         for name in names:
@@ -118,6 +131,39 @@ async def test_host_memory_keeps_what_may_come_back_and_nothing_that_no_name_sta
     assert BUNDLES["n1"].digest not in pool.workers.kept
 
 
+async def test_what_no_name_stands_for_leaves_for_good_whoever_makes_it_leave(pool: Pool) -> None:
+    """A cold name may need the room before the release of a version that was just unloaded has its turn."""
+    await pool.load("n3", "n0", "n1", "n2")
+    async with pool.registry._changes.alone():
+        unloading = asyncio.ensure_future(pool.registry.unload("n0"))
+        await asyncio.sleep(0.05)
+        asking = asyncio.ensure_future(pool.ask("n3"))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(unloading, asking)
+    await asyncio.gather(*pool.registry.background)
+    assert pool.resident == {"n1", "n2", "n3"}
+    assert pool.workers.kept == {BUNDLES["n3"].digest}  # it left when n2 came
+    released = [json.loads(record) for _, record in read(pool.registry._state.path)][-1]
+    assert (released["event"], released["digest"], released["erased"]) == ("release", BUNDLES["n0"].digest, True)
+
+
+async def test_host_memory_keeps_nothing_of_a_load_that_was_refused(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pool.load("n0", "n1", "n2", pin=True)
+    unloaded, rpc = [], pool.workers.collective_rpc
+
+    async def noted(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "inducekv_unload_bundle":
+            unloaded.append(args)
+        return await rpc(method, args)
+
+    monkeypatch.setattr(pool.workers, "collective_rpc", noted)
+    with pytest.raises(CapacityError):
+        await pool.load("n3")
+    assert unloaded == [(BUNDLES["n3"].digest, False)]
+
+
 async def test_what_a_request_uses_and_what_is_pinned_stays(pool: Pool) -> None:
     await pool.load("n0", pin=True)
     await pool.load("n1", "n2")
@@ -159,6 +205,36 @@ async def test_what_does_not_fit_beside_the_pinned_is_told_at_once(pool: Pool) -
         await pool.registry.load(name, str(pool.folder / f"{name}.safetensors"), replace=True, pin=True)
     with pytest.raises(CapacityError, match="memory bundle 'n3' does not fit into the pool beside what is pinned"):
         await pool.ask("n3")
+
+
+async def test_what_is_larger_than_the_pool_throws_nothing_out(files: Path) -> None:
+    pool = Pool(files, resolver=str(files), resolver_cache=str(files / "cache"))
+    write_bundle(random_bundle(num_entries=20), files / "large.safetensors")
+    await pool.load("n0", "n1", "n2")
+    pool.workers.calls.clear()
+    told = "'large' does not fit into the pool beside what is pinned: it needs 4 bytes, and the pool has 3"
+    with pytest.raises(CapacityError, match=told):
+        await pool.ask("large")
+    assert pool.workers.calls == []
+    with pytest.raises(CapacityError, match="no room"):  # the workers say it to an admin, with all numbers
+        await pool.registry.load("large", str(files / "large.safetensors"), replace=True)
+    assert pool.resident == {"n0", "n1", "n2"}
+    await end(pool.registry)
+
+
+async def test_whoever_waits_for_room_throws_nothing_out_that_would_not_suffice(files: Path) -> None:
+    pool = Pool(files, resolver=str(files), resolver_cache=str(files / "cache"))
+    write_bundle(LARGE, files / "large.safetensors")
+    await pool.load("n0", "n1", "n2")
+    with ExitStack() as turn:
+        await pool.begin("n0", turn)
+        await pool.begin("n1", turn)
+        waiting = asyncio.ensure_future(pool.ask("large"))
+        await asyncio.sleep(0.2)
+        assert (waiting.done(), pool.resident) == (False, {"n0", "n1", "n2"})
+    await waiting
+    assert "large" in pool.resident
+    await end(pool.registry)
 
 
 async def test_two_memories_of_a_request_that_never_fit_together_are_told_at_once(files: Path) -> None:
@@ -205,7 +281,6 @@ async def test_many_cold_names_at_once_get_their_own(pool: Pool) -> None:
 async def test_what_is_loaded_again_after_its_file_has_changed_is_refused(pool: Pool) -> None:
     await pool.load("n0", "n1", "n2", "n3")
     write_bundle(BUNDLES["n1"], pool.folder / "n0.safetensors")
-    pool.registry._reader._checked.clear()  # another process looks at it
     with pytest.raises(RetryableRequestError, match="memory bundle 'n0' cannot be loaded now"):
         await pool.ask("n0")
     await pool.ask("n1", "n2", "n3")
@@ -224,6 +299,38 @@ async def test_a_restart_loads_what_is_pinned_and_the_rest_when_it_is_asked_for(
         file.unlink()  # the state has its own copies
     await again.ask("n0", "n1", "n2", "n3")
     await end(again.registry)
+
+
+async def test_a_cold_bundle_is_read_by_the_workers_alone(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart, too."""
+    state = str(files / "state")
+    pool = Pool(files, state=state)
+    await pool.load("n0")
+    await end(pool.registry)
+    again = Pool(files, state=state)
+    await again.registry.start(RUN)
+    monkeypatch.setattr(again.registry._reader, "_read", lambda *_: pytest.fail("it is read by the API process"))
+    await again.ask("n0")
+    await end(again.registry)
+
+
+async def test_a_full_disk_is_said_without_a_path(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copy of a bundle is written for the workers. Nothing stays of it."""
+    pool = Pool(files, state=str(files / "state"))
+    await pool.load("n0", "n1", "n2", "n3")
+
+    def full(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(CapacityError) as refused:
+            await pool.ask("n0")
+    assert str(refused.value) == "bundle 'n0' cannot be copied for the workers: No space left on device"
+    assert os.listdir(pool.registry._reader._folder.name) == []
+    await pool.ask("n0")
+    await end(pool.registry)
 
 
 async def test_a_version_that_another_process_uses_stays(files: Path) -> None:
@@ -261,6 +368,24 @@ async def test_a_pool_that_cannot_be_recorded_is_left_as_it_was(pool: Pool, monk
             await pool.ask("n0")
         assert "n0" not in pool.resident
     await pool.ask("n0", "n1", "n2", "n3")
+
+
+async def test_every_route_of_vllms_says_that_there_is_no_room() -> None:
+    """Also those that answer all that they do not know as a bad request, such as /v1/messages."""
+
+    async def bring(*names: str) -> None:
+        raise CapacityError(f"{names[0]} does not fit")
+
+    async def check(request: Any) -> None:
+        raise AssertionError("it is not there")
+
+    serving = SimpleNamespace(_check_model=check)
+    registry: Any = SimpleNamespace(bring=bring)
+    bring_bundles(State({"serving": serving}), models(), registry, InduceKVConfig())
+    with pytest.raises(VLLMError) as refused:
+        await serving._check_model(SimpleNamespace(model="m"))
+    error = create_error_response(refused.value).error
+    assert (error.code, error.type, error.message) == (507, "Insufficient Storage", "m does not fit")
 
 
 def test_a_scan_leaves_alone_what_is_busy() -> None:

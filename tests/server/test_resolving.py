@@ -16,11 +16,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.bundle import write_bundle
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from server import residency
 from server.registry import BundleRegistry
 from server.resolvers import FolderResolver, resolver_of
 from server.resolving import Resolving
+from server.turn import TURN
 from tests.bundles import remade
 from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
 
@@ -175,6 +177,13 @@ async def test_nothing_is_found_outside_of_the_folder(found: Found, folder: Path
     assert found.registry.shown().data == []
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "a b", "-a"])
+async def test_what_cannot_be_a_name_is_not_there(found: Found, folder: Path, name: str) -> None:
+    """As any other name without a bundle, whatever the resolver would say of it."""
+    put(folder, "a b", "a")
+    assert await found.ask(name) is None
+
+
 @pytest.mark.parametrize("damage", ["half a file", "of another backbone", "forbidden", "no bundle"])
 async def test_a_file_that_cannot_be_used_is_told_the_admin_alone(
     found: Found, folder: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -237,6 +246,45 @@ async def test_a_store_that_hangs_makes_nobody_else_wait(tmp_path: Path, monkeyp
     await end(found.registry)
 
 
+async def test_a_name_that_finds_no_room_is_not_looked_up_again(
+    found: Found, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request waits once, and nothing is fetched anew for it."""
+    monkeypatch.setattr(residency, "WAIT_S", 0.2)
+    found.workers.room = 1
+    for name in "ab":
+        put(folder, name, name)
+    with contextlib.ExitStack() as turn:
+        TURN.set(turn)
+        assert await found.ask("a") == "a"
+        asked = found.calls(monkeypatch)
+        with pytest.raises(RetryableRequestError, match=r"'b' could not be loaded in 0\.2 s"):
+            await found.ask("b")
+    assert asked == ["b"]
+
+
+async def test_many_files_that_are_read_make_nobody_else_wait(
+    found: Found, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, going_on = found.registry._reader._read, threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        assert going_on.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(found.registry._reader, "_read", slowly)
+    names = [f"n{number}" for number in range(40)]
+    for name in names:
+        put(folder, name, "a")
+    asking = [asyncio.ensure_future(found.ask(name)) for name in names]
+    try:
+        await asyncio.sleep(0.3)
+        await asyncio.wait_for(asyncio.to_thread(found.registry._state.snapshot), 10)  # as every request does
+    finally:
+        going_on.set()
+    assert set(await asyncio.gather(*asking)) == {"a"}
+
+
 async def test_what_an_admin_has_loaded_is_not_looked_up(found: Found, folder: Path, tmp_path: Path) -> None:
     put(folder, "acme", "a")
     put(tmp_path, "mine", "b")
@@ -244,6 +292,44 @@ async def test_what_an_admin_has_loaded_is_not_looked_up(found: Found, folder: P
     assert await found.ask("acme") == "b"
     await found.registry.unload("acme", who="admin")
     assert await found.ask("acme") == "a"
+
+
+@pytest.mark.parametrize("becomes", ["another file", "no file"])
+async def test_what_an_admin_loads_during_a_look_stays(
+    found: Found, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    """The look that has begun before does not take it back."""
+    put(folder, "acme", "a")
+    put(tmp_path, "mine", "b")
+    assert await found.ask("acme") == "a"
+    async with found.registry._changes.alone():  # another change
+        loading = asyncio.ensure_future(found.registry.load("acme", str(tmp_path / "mine.safetensors"), replace=True))
+        await asyncio.sleep(0.05)
+        if becomes == "no file":
+            (folder / "acme.safetensors").unlink()
+        else:
+            put(folder, "acme", "c")
+        asking = asyncio.ensure_future(found.ask("acme"))
+        await asyncio.sleep(0.2)
+    await loading
+    assert await asking == "b"
+    assert await found.ask("acme") == "b"
+
+
+async def test_what_cannot_be_served_takes_nobodys_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        put(tmp_path / "bundles", name, name)
+    found = Found(tmp_path, str(tmp_path / "bundles"), max_bundles=1)
+    assert await found.ask("a") == "a"
+
+    def refuse(name: str, memory: object, config: object) -> None:
+        raise UnsupportedModel(f"{name} needs an adapter")
+
+    monkeypatch.setattr(found.registry._names, "check_adapters", refuse)
+    with pytest.raises(RetryableRequestError):
+        await found.ask("b")
+    assert [card.name for card in found.registry.shown().data] == ["a"]
+    await end(found.registry)
 
 
 async def test_found_names_make_room_for_others(tmp_path: Path) -> None:
@@ -302,7 +388,6 @@ class TestObjectStore:
         for damage in (Path.unlink, lambda path: path.write_text("other"), lambda path: None):
             assert await store.ask("b") == "b"
             damage(store.cache / f"{DIGEST['a']}.safetensors")
-            store.registry._reader._checked.clear()  # another process looks at it
             assert await store.ask("a") == "a"
 
     async def test_half_a_file_leaves_nothing_behind(
@@ -330,6 +415,19 @@ class TestObjectStore:
             self.put(tmp_path, name, name)
             assert await store.ask(name) == name
         assert sorted(os.listdir(store.cache)) == sorted(f"{DIGEST[name]}.safetensors" for name in "bc")
+
+    async def test_others_take_files_out_of_the_cache_meanwhile(
+        self, store: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another server that shares it, or another look of this one."""
+        self.put(tmp_path, "acme", "a")
+        listed = Path.glob
+
+        def with_one_that_goes(folder: Path, pattern: str) -> list[Path]:
+            return [folder / f"gone{pattern[1:]}", *listed(folder, pattern)]
+
+        monkeypatch.setattr(Path, "glob", with_one_that_goes)
+        assert await store.ask("acme") == "a"
 
 
 def test_a_resolver_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:

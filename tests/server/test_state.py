@@ -24,10 +24,10 @@ def content_of(bundle: Bundle) -> bytes:
     return b"content of " + bundle.digest.encode()
 
 
-def point(state: ServerState, name: str, bundle: Bundle, keep: int = 3) -> None:
+def point(state: ServerState, name: str, bundle: Bundle, keep: int = 3, nbytes: int = 1) -> None:
     record = VersionRecord(name, bundle.digest, None, datetime.now(UTC), "admin", "/somewhere/b.safetensors")
     content = content_of(bundle) if state.keeps_bundles else None
-    state.point(record, ServedBundle(bundle.metadata, "/somewhere/b.safetensors", 1), 1, content, keep, "load")
+    state.point(record, ServedBundle(bundle.metadata, "/somewhere/b.safetensors", 1), nbytes, content, keep, "load")
 
 
 def digests(state: ServerState, name: str) -> list[int]:
@@ -240,3 +240,11 @@ def test_a_version_that_a_process_uses_does_not_leave_the_pool(tmp_path: Path) -
     assert first.hold(unused)
     second.close()  # as a kill does
     assert first.evict(used)
+
+
+def test_what_takes_no_room_in_the_pool_does_not_leave_it(tmp_path: Path) -> None:
+    """Nobody would gain any by that: bundles of facts alone stay."""
+    state = ServerState(tmp_path / "state", keeps_bundles=False)
+    point(state, "m", BUNDLES[0])
+    point(state, "facts", BUNDLES[1], nbytes=0)
+    assert state.evictable() == {BUNDLES[0].digest}

@@ -432,6 +432,7 @@ SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
         ({"examples": [example("Lima<|im_end|>")]}, "has '<|im_end|>', which marks turns of a conversation"),
         ({"examples": [example("Lima", id="a/examples/b")]}, "an id cannot have '/examples/' in it"),
         ({"examples": [example("Lima", id="examples/b")]}, "begin with 'examples/'"),
+        ({"examples": [example("Lima", id="a\nb")]}, "an id cannot have a line break"),
         ({"examples": [example("Lima", also=["What is the code of Oslo?"])]}, "asks for example 'Oslo'"),
         ({"examples": [example("Rome", also=["a b"]), example("Bonn", also=["A b"])]}, "asks for example"),
         ({"examples": [example("Lima", also=["Lima?"] * 33)]}, "at most 32 items"),
