@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from torch import Tensor
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
-from inducekv_vllm.bundle import Bundle, Gate
+from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.activation import first_active_position
 from inducekv_vllm.retrieval.entry_terms import EntryTerms
 from selector.backbone import injection
@@ -45,10 +47,29 @@ def reference_logprobs(
     """
     active = bundle and _active(backbone, bundle, prompt, top_k, remainder)
     shared = beneath and _active(backbone, beneath, prompt, None, False)
-    if active is None or shared is None:
-        return score(backbone, [prompt], [token_ids], *(active or shared or ()))[0]
-    with _beneath(*shared):
-        return score(backbone, [prompt], [token_ids], *active)[0]
+
+    def scored() -> Tensor:
+        if active is None or shared is None:
+            return score(backbone, [prompt], [token_ids], *(active or shared or ()))[0]
+        with _beneath(*shared):
+            return score(backbone, [prompt], [token_ids], *active)[0]
+
+    acting = [
+        (of.digest, str(acts[1].first_active)) for of, acts in ((bundle, active), (beneath, shared)) if of and acts
+    ]
+    return _once(backbone, prompt, (*acting, top_k, remainder, tuple(token_ids)), scored)
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[Hashable, Tensor]] = WeakKeyDictionary()  # by model
+
+
+def _once(backbone: Backbone, prompt: Inputs, what: Hashable, computed: Callable[[], Tensor]) -> Tensor:
+    """Tests ask the same alone, in a batch, and again of the prefix cache."""
+    known = _KNOWN.setdefault(backbone.model, {})
+    key = what, *((name, sha256(each.numpy().tobytes()).digest()) for name, each in prompt.items())
+    if key not in known:
+        known[key] = computed()
+    return known[key]
 
 
 def _active(
@@ -56,11 +77,11 @@ def _active(
 ) -> tuple[TensorMemory, Terms] | None:
     """What acts on a prompt; None if the bundle's gate is closed."""
     memory = TensorMemory.from_bundle(bundle, device=backbone.device)
-    evidence = torch.zeros(1, 0) if bundle.gate is None else reference_evidence(backbone, bundle.gate, prompt)[None]
+    evidence = torch.zeros(1, 0) if bundle.gate is None else reference_evidence(backbone, bundle, prompt)[None]
     is_open, log_prior = routing(bundle, evidence)
     if not is_open[0]:
         return None
-    query_keys = backbone.retrieval_keys(prompt)  # [1, d]
+    query_keys = reference_key(backbone, prompt)[None]
     terms = memory.terms(query_keys, top_k=top_k, remainder=remainder, log_prior=log_prior)
     if memory.form == "decoupled":
         activation = bundle.metadata.activation_of(routed_tasks(bundle, log_prior)[0])
@@ -85,9 +106,16 @@ def _beneath(memory: TensorMemory, terms: Terms) -> Iterator[None]:
         yield
 
 
-def reference_evidence(backbone: Backbone, gate: Gate, prompt: Inputs) -> Tensor:
+def reference_evidence(backbone: Backbone, bundle: Bundle, prompt: Inputs) -> Tensor:
     """The evidence [H] float32 that a server must find for one prompt."""
-    return evidence_of_prompts(backbone, gate, [prompt])[0]
+    gate = bundle.gate
+    assert gate is not None
+    return _once(backbone, prompt, (bundle.digest, "gate"), lambda: evidence_of_prompts(backbone, gate, [prompt])[0])
+
+
+def reference_key(backbone: Backbone, prompt: Inputs) -> Tensor:
+    """The query key [d] float32 of one prompt."""
+    return _once(backbone, prompt, "key", lambda: backbone.retrieval_keys(prompt)[0])
 
 
 def terms_from_pages(pages: Sequence[EntryTerms], num_entries: int) -> Terms:

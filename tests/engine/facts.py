@@ -13,7 +13,6 @@ from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.facts import next_token
 from inducekv_vllm.frontend.offline import MemoryAnswer
-from selector.backbone.generation import score
 from tests.engine.parity import TOLERANCE, MemoryEngine, Prompt, greedy, served_logprobs
 from tests.reference import reference_logprobs
 
@@ -53,10 +52,7 @@ class Facts:
         world, bundle, decision = self.served.world, self.served.bundles[name], answer.decision
         tokens, logprobs = served_logprobs(completion)
         inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
-        if bundle.num_entries:
-            expected = reference_logprobs(world.backbone, bundle, inputs, tokens).tolist()
-        else:
-            expected = score(world.backbone, [inputs], [tokens])[0].tolist()
+        expected = reference_logprobs(world.backbone, bundle if bundle.num_entries else None, inputs, tokens).tolist()
         assert decision is not None
         for place in range(len(tokens)):
             if next_token(decision.answer or (), tokens[:place]) is not None:

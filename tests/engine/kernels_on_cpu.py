@@ -86,7 +86,7 @@ class KernelsAroundFlashAttention(KernelsAroundCPUAttention):
 
 
 CALLS = dict.fromkeys(("twin", "graphs", "lse", "processed"), 0)
-KERNEL_CALLS = 8  # of each test; the interpreter takes up to a second for each
+KERNEL_CALLS = 4  # of each test; the interpreter takes up to a second for each
 STEPS_BY_KERNELS: dict[str, set[Any]] = {}  # by test
 LAYERS: list[int] = []
 

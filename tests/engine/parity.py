@@ -33,11 +33,10 @@ from inducekv_vllm.protocol import Decision
 from inducekv_vllm.retrieval.entry_terms import Weighting
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, WORKER_CLS
 from selector.backbone.extraction import extract
-from selector.backbone.generation import score
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import evidence_in, evidence_of_prompts, token_values
 from tests.bundles import MAP_RANK, as_decoupled, by_default, classified_gate, remade
-from tests.reference import reference_evidence, reference_logprobs
+from tests.reference import reference_evidence, reference_key, reference_logprobs
 
 TOLERANCE = 1e-4  # on every token's log-probability, float32
 NEW_TOKENS = 16
@@ -335,12 +334,10 @@ def largest_deviation(
 ) -> float:
     """Largest |log p(vLLM) - log p(transformers)| over tokens; without a bundle, transformers runs the plain model."""
     inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
-    if bundle is None:
-        expected = score(world.backbone, [inputs], [tokens])[0]
-    else:
-        top_k = None if bundle.metadata.weighting == "uniform" else top_k  # which has nothing to choose by
-        remainder = remainder and top_k is not None and bundle.metadata.weighting == "sqrt"
-        expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
+    weighting = "uniform" if bundle is None else bundle.metadata.weighting
+    top_k = None if weighting == "uniform" else top_k  # which has nothing to choose by
+    remainder = remainder and top_k is not None and weighting == "sqrt"
+    expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
     return float((torch.as_tensor(logprobs) - expected).abs().max())
 
 
@@ -393,8 +390,8 @@ class MemoryEngine:
         """Against gate and index with what the untouched model in transformers tells."""
         backbone, gate = self.world.backbone, bundle.gate
         inputs = backbone.encode(prompt.chat_messages, prompt.images)
-        evidence = None if gate is None else reference_evidence(backbone, gate, inputs)  # [H]
-        key = None if bundle.metadata.weighting == "uniform" else backbone.retrieval_keys(inputs)[0].numpy()  # [d]
+        evidence = None if gate is None else reference_evidence(backbone, bundle, inputs)  # [H]
+        key = None if bundle.metadata.weighting == "uniform" else reference_key(backbone, inputs).numpy()  # [d]
         features = QueryFeatures(key, None if evidence is None else evidence.numpy())
         expected = BundleIndex.from_bundle(bundle).lookup(features, top_k)
         assert (decision.margins is None) == (gate is None)

@@ -8,10 +8,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.architectures import PAGE, RECIPES
 from tests.pages import ROOT
 
 
+@pytest.mark.slow  # half a minute for a page; test_plugin.py and selector/backbone/test_model.py have the checks
 def test_the_page_has_what_is_found() -> None:
     command = [sys.executable, "-m", "tests.architectures", "--check"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

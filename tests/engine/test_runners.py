@@ -20,7 +20,6 @@ from vllm.inputs import TokensPrompt
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import CapacityError
-from selector.backbone.generation import score
 from server.demo import CHECKPOINT
 from tests.bundles import as_decoupled, remade
 from tests.engine.parity import (
@@ -82,10 +81,8 @@ def test_a_prompts_last_chunk_is_one_token(served: MemoryEngine, name: str | Non
     (answer,) = served.offline.generate([TokensPrompt(prompt_token_ids=prompt)], greedy(), memory=memory or None)
     tokens, logprobs = served_logprobs(answer.output.outputs[0])
     inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64)}
-    if bundle is None:
-        expected = score(backbone, [inputs], [tokens])[0]
-    else:
-        expected = reference_logprobs(backbone, bundle, inputs, tokens)
+    expected = reference_logprobs(backbone, bundle, inputs, tokens)
+    if bundle is not None:
         assert answer.decision is not None
         assert answer.decision.source == (
             "none" if bundle.gate is None and bundle.metadata.weighting == "uniform" else "computed"

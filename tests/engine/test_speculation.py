@@ -21,7 +21,6 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.protocol import InjectionSpec, parse_specs
-from selector.backbone.generation import score
 from server.demo import CHECKPOINT
 from tests.engine.parity import (
     FEWER_PROCESSES,
@@ -233,9 +232,8 @@ def expected_logprobs(served: MemoryEngine, name: str | None, prompt: list[int],
     """transformers' [tokens] for an answer to these tokens."""
     ids = torch.tensor([prompt])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if name is None:
-        return score(served.world.backbone, [inputs], [tokens])[0]
-    return reference_logprobs(served.world.backbone, served.bundles[name], inputs, tokens)
+    bundle = None if name is None else served.bundles[name]
+    return reference_logprobs(served.world.backbone, bundle, inputs, tokens)
 
 
 def add_mtp(folder: Path) -> Path:
@@ -282,9 +280,10 @@ def test_dflash(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def without_llvmlite() -> Iterator[None]:
-    """vLLM imports numba for n-grams. Where Triton is, its start of an engine looks through all modules, and fails at
-    an object of llvmlite that has every attribute."""
+def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM imports numba for n-grams, which compiles for half a minute. Where Triton is, its start of an engine looks
+    through all modules, and fails at an object of llvmlite that has every attribute."""
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     yield
     for name in [name for name in sys.modules if name.startswith("llvmlite")]:
         del sys.modules[name]

@@ -21,6 +21,11 @@ from tests.server.launch import ADMIN_KEY
 TRACED = {"vllm_xargs": {"inducekv_trace": 1}}
 
 
+def alone(model: str) -> dict[str, Any]:
+    """`extra_body` of a request that has its model's memory and none that others share."""
+    return {"vllm_xargs": {"inducekv_trace": 1, "inducekv_memories": [model]}}
+
+
 def ask(client: openai.OpenAI, model: str, prompt: Prompt, *, max_tokens: int = 16, **options: Any) -> Any:
     """A greedy chat completion with the log-probabilities of its tokens."""
     extra = {"ignore_eos": True, "return_tokens_as_token_ids": True, **options.pop("extra_body", {})}

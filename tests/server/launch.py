@@ -1,4 +1,4 @@
-"""Servers of tiny models for tests: one with bundles, one with LoRA."""
+"""Servers of tiny models for tests: one with bundles, one with LoRA and a bundle that requests share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STATE, FOUND = "state", "found"  # in the folder of a server's log: its state, a
 @dataclass(frozen=True)
 class Adapted:
     url: str
-    folder: Path  # has model/, adapter/ and merged/
+    folder: Path  # has model/, adapter/ and merged/, and what the server has there
     plain: World  # the model as it is
     merged: World  # the model with the adapter merged into its weights
     bundle: Bundle  # of the merged model, and naming the adapter
@@ -91,17 +91,24 @@ def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
 
 @contextmanager
 def serving_adapter(folder: Path) -> Iterator[Adapted]:
-    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded."""
+    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded.
+
+    Requests to any bundle have the plain model's "first" beside it, as "manual", unless they name their memories.
+    """
     model = save_tiny_llava(folder / "model")
     save_adapter(model, folder / "adapter", folder / "merged")
-    for name in ("plain", "with"):
+    for name in ("plain", "with", FOUND):
         (folder / name).mkdir()
-    plain, merged = make_world(model, folder / "plain"), make_world(folder / "merged", folder / "with")
+    plain = make_world(model, folder / "plain", with_merged=True)
+    merged = make_world(folder / "merged", folder / "with")
     bundle = remade(merged.bundles["first"], adapter="style")
     write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
-    memory = [f"--memory=m={folder / 'style.safetensors'}", "--memory-root", str(folder.parent)]
-    arguments = [str(model), *memory, *FLAGS, *lora, "--served-model-name", "base"]
+    memory = [f"--memory=m={folder / 'style.safetensors'}", f"--memory=manual={plain.paths['first']}"]
+    memory += ["--memory-shared", "manual", "--memory-root", str(folder.parent), "--memory-audit-answers"]
+    memory += [f"--memory-state={folder / STATE}", "--memory-resolver", str(folder / FOUND)]
+    memory += ["--additional-config", '{"inducekv": {"max_memories": 2}}']  # any second memory may be named
+    arguments = [str(model), *memory, *FLAGS, *FEW_BLOCKS, *lora, "--served-model-name", "base"]
     environment = {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
         yield Adapted(url, folder, plain, merged, bundle)

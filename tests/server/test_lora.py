@@ -16,7 +16,7 @@ from inducekv_vllm.frontend.served_bundle import ServedBundle
 from server.registry import BundleRegistry
 from server.state import ServerState
 from tests.engine.parity import TOLERANCE, gated_bundle, prompts
-from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
+from tests.server.http import Bundles, alone, ask, deviation, trace_of
 from tests.server.launch import Adapted
 
 
@@ -28,9 +28,10 @@ def test_answers_equal_the_merged_model_with_the_memory(adapted: Adapted) -> Non
                 ("style", adapted.merged, None),
                 ("m", adapted.merged, adapted.bundle),
             ):
-                assert deviation(world, ask(client, name, prompt), prompt, bundle) <= TOLERANCE
-        assert trace_of(ask(client, "m", prompt, extra_body=TRACED))["digest"] == adapted.bundle.digest
-        assert {m.id for m in client.models.list()} == {"base", "style", "m"}
+                response = ask(client, name, prompt, extra_body=alone(name) if bundle else {})
+                assert deviation(world, response, prompt, bundle) <= TOLERANCE
+        assert trace_of(response)["digest"] == adapted.bundle.digest
+        assert {m.id for m in client.models.list()} == {"base", "style", "m", "manual"}
 
 
 def test_behind_a_closed_gate_is_the_model_with_the_adapter(adapted: Adapted, tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_behind_a_closed_gate_is_the_model_with_the_adapter(adapted: Adapted, tm
     assert Bundles(adapted.url).load("gated", tmp_path / "gated.safetensors").status_code == 200
     with openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
         for prompt, is_open in zip(questions, (False, True), strict=True):
-            response = ask(client, "gated", prompt, extra_body=TRACED)
+            response = ask(client, "gated", prompt, extra_body=alone("gated"))
             assert trace_of(response)["gate"]["open"] == is_open
             assert deviation(adapted.merged, response, prompt, bundle if is_open else None) <= TOLERANCE
             assert deviation(adapted.plain, response, prompt, None) > 100 * TOLERANCE
@@ -54,7 +55,7 @@ def test_a_bundle_that_names_no_adapter_runs_without_one(adapted: Adapted) -> No
         ThreadPoolExecutor(8) as pool,
     ):
         cases = [(name, prompt) for prompt in prompts(3, seed=43) for name in ("n", "style", "base")]
-        responses = pool.map(lambda case: ask(client, *case), cases)
+        responses = pool.map(lambda case: ask(client, *case, extra_body=alone("n") if case[0] == "n" else {}), cases)
         for (name, prompt), response in zip(cases, responses, strict=True):
             world = adapted.merged if name == "style" else adapted.plain
             bundle = adapted.plain.bundles["first"] if name == "n" else None

@@ -17,7 +17,7 @@ from selector.backbone.model import Backbone
 from selector.cli.bundle import main
 from tests.engine.parity import TOLERANCE, Prompt, World, prompts
 from tests.gates import small_fits
-from tests.server.http import TRACED, Bundles, ask, deviation, trace_of
+from tests.server.http import Bundles, alone, ask, deviation, trace_of
 from tests.server.launch import Adapted, save_adapter
 
 QUESTIONS = {
@@ -94,7 +94,7 @@ def test_each_request_runs_with_its_tasks_adapter_or_none(adapted: Adapted, fold
         openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client,
         ThreadPoolExecutor(16) as pool,
     ):
-        responses = list(pool.map(lambda case: ask(client, "routed", case[1], extra_body=TRACED), cases))
+        responses = list(pool.map(lambda case: ask(client, "routed", case[1], extra_body=alone("routed")), cases))
         plain = list(pool.map(lambda case: ask(client, "base", case[1]), cases))
     for (task, prompt), response, untouched in zip(cases, responses, plain, strict=True):
         assert trace_of(response)["gate"]["task"] == (None if task == "base" else task)

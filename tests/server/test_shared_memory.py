@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,14 +12,13 @@ import openai
 import pytest
 import torch
 
-from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.files.audit_chain import read
 from tests.bundles import as_decoupled
-from tests.engine.parity import EAGER, FEWER_PROCESSES, TOLERANCE, Prompt, World, prompts
+from tests.engine.parity import TOLERANCE, Prompt, World, prompts
 from tests.reference import reference_logprobs
 from tests.server.http import Bundles, ask, tokens_and_logprobs, trace_at, trace_of
-from tests.server.launch import ENVIRONMENT, FEW_BLOCKS, FLAGS, FOUND, STATE
+from tests.server.launch import FOUND, STATE, Adapted
 
 pytestmark = pytest.mark.anyio
 
@@ -28,9 +26,9 @@ pytestmark = pytest.mark.anyio
 class Tenants:
     """A server of the bundles "acme" and "bolt" that share "manual"; "third" is found by its resolver."""
 
-    def __init__(self, url: str, world: World, folder: Path) -> None:
-        self.url, self.world, self.folder, self.admin = url, world, folder, Bundles(url)
-        self.by_digest = {bundle.digest: bundle for bundle in world.bundles.values()}
+    def __init__(self, adapted: Adapted) -> None:
+        self.url, self.world, self.folder, self.admin = adapted.url, adapted.plain, adapted.folder, Bundles(adapted.url)
+        self.by_digest = {bundle.digest: bundle for bundle in self.world.bundles.values()}
 
     def ask(self, model: str, prompt: Prompt, memories: list[str] | None = None, **options: Any) -> Any:
         xargs: dict[str, Any] = {} if model == "base" else {"inducekv_trace": 1}
@@ -53,21 +51,24 @@ class Tenants:
         return self.by_digest[trace["digest"]], shared
 
 
-@pytest.fixture(scope="module")
-def tenants(admin_key: None, tmp_path_factory: pytest.TempPathFactory, world: World) -> Iterator[Tenants]:
-    folder = tmp_path_factory.mktemp("shared")
-    (folder / FOUND).mkdir()
-    write_bundle(world.bundles["other"], folder / FOUND / "third.safetensors")
-    memory = [f"--memory={name}={world.paths[path]}" for name, path in NAMES.items()]
-    memory += ["--memory-shared", "manual", "--memory-root", str(folder.parent), "--memory-audit-answers"]
-    memory += [f"--memory-state={folder / STATE}", "--memory-resolver", str(folder / FOUND)]
-    memory += ["--additional-config", '{"inducekv": {"max_memories": 2}}']  # any second memory may be named
-    arguments = [str(world.model), *memory, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
-    with serving(arguments, folder / "log", {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER}) as url:
-        yield Tenants(url, world, folder)
-
-
 NAMES = {"manual": "first", "acme": "second", "bolt": "other", "merged": "prior"}
+
+
+@pytest.fixture(scope="module")
+def tenants(adapted: Adapted) -> Iterator[Tenants]:
+    tenants = Tenants(adapted)
+    write_bundle(tenants.world.bundles["other"], tenants.folder / FOUND / "third.safetensors")
+    for name in ("acme", "bolt", "merged"):
+        tenants.admin.server.load(name, tenants.world.paths[NAMES[name]], replace=False)
+    yield tenants
+    for name in ("acme", "bolt", "merged", "third"):
+        tenants.admin.unload(name)
+    tenants.admin.wait_until_drained()
+
+
+@pytest.fixture
+def world(tenants: Tenants) -> World:
+    return tenants.world
 
 
 def names_of(response: Any) -> list[str]:
@@ -77,26 +78,25 @@ def names_of(response: Any) -> list[str]:
 
 def test_a_request_has_both_and_may_name_others(tenants: Tenants, world: World) -> None:
     manual, acme, bolt = (world.bundles[NAMES[name]] for name in ("manual", "acme", "bolt"))
-    for seed in range(2):
-        (prompt,) = prompts(1, seed=71 + seed)
-        before = tenants.ask("base", prompt)
-        tenants.check(before, prompt, None, None)
-        for model, listed, own, shared in (
-            ("acme", None, acme, manual),
-            ("bolt", None, bolt, manual),
-            ("manual", None, manual, None),
-            ("acme", ["acme"], acme, None),
-            ("acme", ["acme", "bolt"], acme, bolt),
-            ("bolt", ["bolt", "acme"], bolt, acme),
-            ("acme", ["acme", "third"], acme, bolt),  # the resolver's is a copy of it
-            ("bolt", ["bolt", "third"], bolt, None),  # one content acts once
-            (f"acme@{acme.digest[:12]}", None, acme, manual),
-        ):
-            response = tenants.ask(model, prompt, listed)
-            tenants.check(response, prompt, own, shared)
-            assert tenants.versions(response) == (own, shared)
-            assert names_of(response) == (listed or [model.partition("@")[0], "manual"])[: 1 if shared is None else 2]
-        assert tokens_and_logprobs(tenants.ask("base", prompt)) == tokens_and_logprobs(before)
+    (prompt,) = prompts(1, seed=71)
+    before = tenants.ask("base", prompt)
+    tenants.check(before, prompt, None, None)
+    for model, listed, own, shared in (
+        ("acme", None, acme, manual),
+        ("bolt", None, bolt, manual),
+        ("manual", None, manual, None),
+        ("acme", ["acme"], acme, None),
+        ("acme", ["acme", "bolt"], acme, bolt),
+        ("bolt", ["bolt", "acme"], bolt, acme),
+        ("acme", ["acme", "third"], acme, bolt),  # the resolver's is a copy of it
+        ("bolt", ["bolt", "third"], bolt, None),  # one content acts once
+        (f"acme@{acme.digest[:12]}", None, acme, manual),
+    ):
+        response = tenants.ask(model, prompt, listed)
+        tenants.check(response, prompt, own, shared)
+        assert tenants.versions(response) == (own, shared)
+        assert names_of(response) == (listed or [model.partition("@")[0], "manual"])[: 1 if shared is None else 2]
+    assert tokens_and_logprobs(tenants.ask("base", prompt)) == tokens_and_logprobs(before)
 
 
 def test_a_trace_has_both_and_is_its_owners(tenants: Tenants) -> None:

@@ -17,8 +17,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from inducekv_vllm import SUPPORTED_VLLM
+from tests import imports
 from tests.groups import seconds_of
-from tests.imports import ROOT, Import, imports_of, name_of
+from tests.imports import ROOT, Import, name_of
 from tests.verified import prefixes
 
 # The packages, and the rooms of two of them, from the lowest to the highest: each may import those before it.
@@ -53,6 +54,7 @@ LAYERS = {
     ),
 }
 PACKAGES = tuple(itertools.chain(*LAYERS[""]))
+imports_of = cache(imports.imports_of)
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,7 @@ def test_what_is_refused(llava: Backbone, tasks: dict[str, Path]) -> None:
 
 
 def test_the_package_is_light_until_it_is_used() -> None:
-    seen = "'transformers' in sys.modules"
-    program = f"import sys, selector; assert not {seen}; selector.teach; assert {seen}"
+    program = "import sys, selector; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
     with pytest.raises(AttributeError, match="module 'selector' has no attribute 'learn'"):
         selector.learn  # type: ignore[attr-defined]  # noqa: B018

@@ -227,6 +227,7 @@ def test_a_disk_that_fails_on_the_way(
     assert not pool.folder.exists()
 
 
+@pytest.mark.slow  # interrupted above; test_select_refined.py kills the default recipe
 def test_killed_while_it_extracts_it_ends_with_the_same_digest(stream: Stream) -> None:
     options = ("--payload-tokens", "256", "--iterations", "1", "--batch-size", "1")
     pool = stream.progress("colours") / "pool"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -70,9 +71,14 @@ def margins(gate: Gate, asked: Asked) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def gate() -> Gate:
+def fitted() -> tuple[Any, ...]:
     asked, questions, labels = made()
-    return classified_gate(asked.seen, questions, labels, TASKS, LOOKS_AT, 0.05)[0].stored()
+    return classified_gate(asked.seen, questions, labels, TASKS, LOOKS_AT, 0.05)
+
+
+@pytest.fixture(scope="module")
+def gate(fitted: tuple[Any, ...]) -> Gate:
+    return fitted[0].stored()
 
 
 def test_new_questions_are_routed_and_others_stay_out(gate: Gate) -> None:
@@ -85,10 +91,9 @@ def test_new_questions_are_routed_and_others_stay_out(gate: Gate) -> None:
     assert {decision.closed for decision in found if decision.task is None} == {"outside", "below_threshold"}
 
 
-def test_margins_are_the_mean_of_both_log_odds_less_the_threshold() -> None:
+def test_margins_are_the_mean_of_both_log_odds_less_the_threshold(fitted: tuple[Any, ...]) -> None:
     asked, questions, labels = made()
-    seen = asked.seen
-    gate = classified_gate(seen, questions, labels, TASKS, LOOKS_AT, 0.05)[0]
+    seen, gate = asked.seen, fitted[0]
     counts = torch.where(labels < 2, 64 / EACH, 1.0)
     odds = odds_of(train_classifiers(seen, labels, counts, 2), seen).clamp(-RANGE, RANGE)  # [n, 2, C]
     left_out = left_out_odds(seen, labels, counts, torch.tensor([q.fold for q in questions]), 2)
@@ -123,10 +128,9 @@ def test_a_share_of_new_questions_is_missed(misses: float) -> None:
     assert sum(missed) / len(missed) == pytest.approx(max(misses, 1 / 60), abs=0.015)
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_what_is_wrong_is_said(fitted: tuple[Any, ...]) -> None:
     asked, questions, labels = made()
-    problems = classified_gate(asked.seen, questions, labels, TASKS, LOOKS_AT, 0.05)[2]
-    assert problems == ()
+    assert fitted[2] == ()
     drawn = torch.randint(2, (2 * EACH,), generator=torch.Generator().manual_seed(0))
     mixed_up = torch.cat([drawn, labels[2 * EACH :]])  # nothing tells one task from the other
     tasks = [TASKS[label] if label < 2 else None for label in mixed_up.tolist()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,35 +203,24 @@ class KilledError(Exception):
 SEARCH: dict[str, Any] = {"activation": "search", "learning_rate": None, "steps": 16, "patience": None}
 
 
-@pytest.fixture(scope="module")
-def whole(llava: Backbone, examples: list[Example], tmp_path_factory: pytest.TempPathFactory) -> UpdateResult:
-    """A search that nothing has interrupted."""
-    return learn(llava, tmp_path_factory.mktemp("whole"), examples, **SEARCH)
-
-
-@pytest.mark.parametrize("last", [1, 7, 15, 20])
 def test_a_search_that_is_killed_goes_on_to_the_same_end(
-    llava: Backbone,
-    tmp_path: Path,
-    examples: list[Example],
-    whole: UpdateResult,
-    monkeypatch: pytest.MonkeyPatch,
-    last: int,
+    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`last` training of the search, of the rungs or of what is finished, is killed after its first step."""
-    taken, take_step = iter(range(1000)), Training.take_step
+    """Three times: in the last training of the first rung, in one of the second, and in what is finished."""
+    whole, take_step = learn(llava, tmp_path / "whole", examples, **SEARCH), Training.take_step
+    for steps in (7, 3, 10):
+        taken = iter(range(steps + 1))
 
-    def killed(training: Training) -> None:
-        if next(taken) == last:
-            raise KilledError
-        take_step(training)
+        def killed(training: Training, taken: Iterator[int] = taken, steps: int = steps) -> None:
+            if next(taken) == steps:
+                raise KilledError
+            take_step(training)
 
-    folder = tmp_path / "killed"
-    with monkeypatch.context() as context:
-        context.setattr(Training, "take_step", killed)
-        with pytest.raises(KilledError):
-            learn(llava, folder, examples, **SEARCH)
-    resumed = learn(llava, folder, examples, **SEARCH)
+        with monkeypatch.context() as context:
+            context.setattr(Training, "take_step", killed)
+            with pytest.raises(KilledError):
+                learn(llava, tmp_path / "killed", examples, **SEARCH)
+    resumed = learn(llava, tmp_path / "killed", examples, **SEARCH)
     assert resumed.bundle.digest == whole.bundle.digest
     assert measured(resumed) == measured(whole)
 
