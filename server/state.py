@@ -530,7 +530,7 @@ class ServerState:
 
     def attempt(self, name: str, *, loading: bool) -> None:
         """A change of a name begins; `loading` if it is a load."""
-        with self._transaction() as rows:
+        with self._transaction(durable=False) as rows:
             rows.execute(
                 "INSERT INTO attempts VALUES (?1, ?2, NULL, NULL, NULL, NULL) "
                 "ON CONFLICT DO UPDATE SET loading = loading + ?2",
@@ -544,7 +544,7 @@ class ServerState:
         """A change of a name has ended, with a reason if it has failed, which may say nothing of the bundle."""
         now = datetime.now(UTC).isoformat()
         failure = (None, None, None) if reason is None else (change, reason, now)
-        with self._transaction() as rows:
+        with self._transaction(durable=False) as rows:
             rows.execute("UPDATE attempts SET loading = max(loading - ?, 0) WHERE name = ?", (int(loading), name))
             if says_something:
                 rows.execute("UPDATE attempts SET change = ?, reason = ?, at = ? WHERE name = ?", (*failure, name))

@@ -248,3 +248,13 @@ def test_what_takes_no_room_in_the_pool_does_not_leave_it(tmp_path: Path) -> Non
     point(state, "m", BUNDLES[0])
     point(state, "facts", BUNDLES[1], nbytes=0)
     assert state.evictable() == {BUNDLES[0].digest}
+
+
+def test_what_is_of_the_running_server_alone_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    state = ServerState(tmp_path / "state", keeps_bundles=False)
+    flushed = state._durable.total_changes
+    state.attempt("m", loading=True)
+    assert state.attempt_of("m").loading
+    state.attempted("m", loading=True, change="load", reason="no such file", says_something=True)
+    assert state.attempt_of("m").reason == "no such file"
+    assert state._durable.total_changes == flushed
