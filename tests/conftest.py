@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["tests.verified"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is refused at once
+# vLLM imports numba for n-grams, which gives torch as many threads as there are cores, for all tests after it.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # Triton decides when it is first imported whether kernels are compiled or interpreted.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -16,6 +16,7 @@ from tests.bundles import random_bundle
 
 FITTING_SET = {"OWN": 10, "TEXTS": 20, "BASE": 10, "REQUESTS": 40, "NEAR_MISSES": 5, "NOISE": 10}
 TRAINING = {"EPOCHS": 6}
+CLASSIFIERS = {"STEPS": 12}
 
 
 @contextmanager
@@ -24,6 +25,7 @@ def small_fits() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple("selector.gate.fitting_set", **FITTING_SET))
         stack.enter_context(mock.patch.multiple("selector.gate.training", **TRAINING))
+        stack.enter_context(mock.patch.multiple("selector.gate.classifiers", **CLASSIFIERS))
         yield
 
 

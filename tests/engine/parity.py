@@ -6,6 +6,7 @@ The reference is `selector.backbone.injection` in transformers, float32: it shar
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -297,7 +298,7 @@ def engine(
             "additional_config": {"inducekv": {}},
         }
         options = ours | options
-    with pytest.MonkeyPatch.context() as patch:
+    with few_collections(), pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
         llm = LLM(str(model), **options)
@@ -305,6 +306,15 @@ def engine(
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """vLLM collects garbage ten times as an engine starts and ends: half a second each, with all that tests import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: 0)
+        yield
+    gc.collect()
 
 
 def greedy(**options: Any) -> SamplingParams:

@@ -18,7 +18,7 @@ from tests.server.http import TRACED, Bundles, ask, preemptions, tokens_and_logp
 pytestmark = pytest.mark.anyio
 
 MODELS = ("base", "first", "second", "moving")
-NUM_PROMPTS, REPEATS, NUM_TOKENS = 16, 2, 24
+NUM_PROMPTS, REPEATS, NUM_TOKENS = 8, 4, 24
 NUM_KEEPERS = 4
 Job = tuple[str, int]  # the model and the number of the prompt
 

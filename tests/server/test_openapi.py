@@ -19,7 +19,7 @@ from tests.server.http import Bundles
 from tests.server.launch import ADMIN_KEY
 
 # Of each route and kind of client.
-EXAMPLES = (5, pytest.param(50, marks=pytest.mark.slow))
+EXAMPLES = (3, pytest.param(50, marks=pytest.mark.slow))
 CHANGES = [f"/v1/{change}" for change in ("load_memory_bundle", "rollback_memory_bundle", "unload_memory_bundle")]
 CHANGES.append("/v1/forget_memory_versions")
 FACTS = ["/v1/memory_bundles/{name}/examples", "/v1/memory_bundles/{name}/examples/{example_id}"]

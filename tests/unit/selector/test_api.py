@@ -24,12 +24,13 @@ def test_it_learns_what_the_command_learns(
     llava: Backbone, model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path
 ) -> None:
     """A stream of two tasks with the same anchors: the same tensors to the bit."""
-    options = ("--steps", "4", "--batch-size", "4", "--learning-rate", "0.05", *SMALL)
+    options = ("--steps", "4", "--batch-size", "4", "--learning-rate", "0.05", "--activation", "text", *SMALL)
     more = ("--base", str(tasks["base"]), "--anchors", str(tmp_path / "anchors"), *options)
     stream = Stream(tmp_path / "out", model_folders["llava"], tasks, options=more)
     expected = [stream.update("colours"), stream.update("counts", previous="colours")]
-    first = selector.teach(llava, tasks["colours"], base=tasks["base"], **FEW)
-    second = selector.teach(llava, tasks["counts"], base=tasks["base"], previous=first, **FEW)
+    few: dict[str, Any] = FEW | {"base": tasks["base"], "activation": "text"}
+    first = selector.teach(llava, tasks["colours"], **few)
+    second = selector.teach(llava, tasks["counts"], previous=first, **few)
     for taught, bundle in zip((first, second), expected, strict=True):
         ours, theirs = taught.bundle.tensors(), bundle.tensors()
         assert ours.keys() == theirs.keys()
