@@ -22,7 +22,6 @@ from selector.backbone.scoring import Scorer
 from selector.cli.select import main
 from selector.data.examples import Example, read_task
 from tests.engine.parity import TOLERANCE, Prompt, World
-from tests.gates import small_fits
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_and_logprobs, trace_of
 from tests.task_data import record, write_task
 from tests.unit.selector.cli.bundle_command import command, refuse
@@ -61,8 +60,7 @@ class Selector:
         output = self.folder / f"{name}.safetensors"
         files = ["--task", self.data[task]["training"], "--validation", self.data[task]["validation"]]
         arguments = ["--model", self.world.model, *files, "--output", output, *SHARED, *options]
-        with small_fits():
-            assert main([*map(str, arguments), "--publish", self.server]) == 0
+        assert main([*map(str, arguments), "--publish", self.server]) == 0
         report = json.loads(output.with_name(f"{name}.report.json").read_text())
         return Published(name, BundledModel(Scorer(self.world.backbone), read_bundle(output)), report)
 
