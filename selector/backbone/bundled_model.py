@@ -19,6 +19,7 @@ from inducekv_vllm.facts import FactFound, FactMissed
 from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
+from ..runtime.progress import track
 from .facts import fact_reader
 from .gate_rule import decisions, fact_tasks, routed_tasks, routing
 from .generation import generate
@@ -92,10 +93,10 @@ class BundledModel:
             right += sum(text == each.answer.strip() for text, each in zip(texts, chosen, strict=True))
         return right / len(examples)
 
-    def answers(self, examples: Sequence[Example], max_new_tokens: int) -> list[str]:
+    def answers(self, examples: Sequence[Example], max_new_tokens: int, *, progress: bool = False) -> list[str]:
         """The text of the greedy answer to each example."""
-        texts = [""] * len(examples)
-        for start in range(0, len(examples), self.scorer.batch_size):
+        texts, title = [""] * len(examples), f"Answering {'without' if self.bundle is None else 'with'} memory"
+        for start in track(range(0, len(examples), self.scorer.batch_size), title, progress):
             part = examples[start : start + self.scorer.batch_size]
             opened, prior = self.routing(part)
             keys = torch.zeros(len(part), self.backbone.hidden_size)

@@ -77,7 +77,9 @@ def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Ex
     bundle.require_backbone(backbone.fingerprint, str(options.path))
     scorer = Scorer(backbone)
     with_memory, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
-    rows = accuracies(examples, *(each.answers(examples, options.max_tokens) for each in (without, with_memory)))
+    rows = accuracies(
+        examples, *(each.answers(examples, options.max_tokens, progress=True) for each in (without, with_memory))
+    )
     # What the gate has seen for the answers is what it is shown with.
     decisions = [] if bundle.gate is None else decided(bundle.gate, with_memory.evidence(examples))
     found = with_memory.facts_of(examples)

@@ -77,7 +77,7 @@ def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int], forg
     from ..update.forget import refitted_gate
 
     backbone = load_backbone(options.model)
-    return refitted_gate(backbone, bundle, rows, anchors, base, background, near_misses, forgotten)
+    return refitted_gate(backbone, bundle, rows, anchors, base, background, near_misses, forgotten, progress=True)
 
 
 def sign(options: argparse.Namespace) -> int:

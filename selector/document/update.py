@@ -100,7 +100,8 @@ def update_document(
             bundle, facts = with_facts_that_help(bundle, exact, questions_of(right, found.memory), scorer)
     with phases.phase("measure"), tiled_attention(backbone):
         measured = replace(inputs, training=[each.example for each in training], validation=right, previous=None)
-        report = report_update(scorer, measured, questions_of(right, found.memory), bundle, fitted, found)
+        questions = questions_of(right, found.memory)
+        report = report_update(scorer, measured, questions, bundle, fitted, found, progress=progress)
         report["document"] = {
             "tokens": len(token_ids),
             "chunks": len(chunks),

@@ -25,6 +25,8 @@ def report_update(
     bundle: Bundle,
     fitted: FittedGate,
     found: Search | None,
+    *,
+    progress: bool = False,
 ) -> dict[str, Any]:
     """Losses and accuracy with the bundle and without, gate openings, and the training's history, if there was one."""
     with_bundle, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
@@ -71,13 +73,14 @@ def report_update(
             "no_memory": without.mean_loss(inputs.validation, validation.keys),
             "deployed": with_bundle.mean_loss(inputs.validation, validation.keys),
         }
-        answers = answers_of(with_bundle, without, inputs.validation)
+        answers = answers_of(with_bundle, without, inputs.validation, progress=progress)
         (_, most), *_ = Counter(example.answer for example in inputs.validation).most_common(1)
         guessing = {"most_frequent_answer": most / len(inputs.validation)}
         report |= {"validation_accuracy": shares(answers) | guessing, "answers": some(answers)}
     if inputs.base:
         asked = inputs.base[:MOST_BASE]
-        report["base_accuracy"] = shares(answers_of(with_bundle, without, asked)) | {"questions": len(asked)}
+        answers = answers_of(with_bundle, without, asked, progress=progress)
+        report["base_accuracy"] = shares(answers) | {"questions": len(asked)}
     return report
 
 

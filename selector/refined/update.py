@@ -97,7 +97,7 @@ def update_refined(
             if settings.facts == "search":
                 bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
     with phases.phase("measure"), tiled_attention(backbone):
-        report = report_update(scorer, inputs, validation, bundle, fitted, found)
+        report = report_update(scorer, inputs, validation, bundle, fitted, found, progress=progress)
     report |= {"facts": facts, "phases": phases.records}
     for callback in callbacks:
         callback.on_end(report)

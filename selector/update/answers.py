@@ -31,10 +31,12 @@ class Answer:
         return self.without == self.expected
 
 
-def answers_of(with_memory: BundledModel, without: BundledModel, examples: Sequence[Example]) -> list[Answer]:
+def answers_of(
+    with_memory: BundledModel, without: BundledModel, examples: Sequence[Example], *, progress: bool = False
+) -> list[Answer]:
     """Greedy answers, no longer than the longest that is expected."""
     longest = max((len(without.scorer.answer_tokens(example)) for example in examples), default=1)
-    said = [model.answers(examples, max(1, longest)) for model in (without, with_memory)]
+    said = [model.answers(examples, max(1, longest), progress=progress) for model in (without, with_memory)]
     return [
         Answer(last_text(example), example.answer.strip(), *both)
         for example, *both in zip(examples, *said, strict=True)

@@ -87,6 +87,8 @@ def refitted_gate(
     background: Sequence[Example] = (),
     near_misses: Sequence[Example] = (),
     forgotten: Forgotten = NOTHING,
+    *,
+    progress: bool = False,
 ) -> FittedGate | None:
     """A gate for the tasks that are left, fitted to their anchors alone; None without a gate, or if none is left.
 
@@ -125,4 +127,4 @@ def refitted_gate(
     check_questions(own, base=base, **known)
     misses, seed = metadata.settings.get("gate_misses"), int(metadata.settings.get("seed", 0))
     kind, layers = kind_of(bundle.gate), bundle.gate.layers
-    return fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, layers=layers)
+    return fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, layers=layers, progress=progress)

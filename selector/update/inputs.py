@@ -19,7 +19,9 @@ from ..runtime.progress import track
 from .measures import composition
 from .settings import BUILD, PAPER, REFINED
 
-CONTINUED: Final[Mapping[str, Collection[str]]] = MappingProxyType({PAPER: (PAPER, BUILD, TEACH), REFINED: (REFINED,)})
+CONTINUED: Final[Mapping[str, Collection[str]]] = MappingProxyType(
+    {PAPER: (PAPER, BUILD, TEACH), REFINED: (REFINED, TEACH)}
+)
 
 
 @dataclass(frozen=True)

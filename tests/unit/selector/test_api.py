@@ -15,6 +15,8 @@ import selector
 import selector.api
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.model import Backbone
+from selector.refined.settings import RefinedSettings
+from selector.run import TaskRequest, checked
 from tests.unit.selector.stream import SMALL, Stream
 
 FEW = {"steps": 4, "batch_size": 4, "learning_rate": 0.05, "payload_tokens": 2}
@@ -126,6 +128,16 @@ def questions() -> list[dict[str, str]]:
         {"id": f"v{place}", "task": "keepers", "prompt": f"The {place}: who keeps it?", "answer": keeper}
         for place, keeper in KEEPERS.items()
     ]
+
+
+def test_other_wordings_make_another_run() -> None:
+    """What an earlier run has left is not taken for theirs."""
+    rows = [{"prompt": f"Who keeps the {place}?", "answer": keeper} for place, keeper in KEEPERS.items()]
+    runs = [
+        checked(TaskRequest(pytest.fail, selector.api.read([row | also for row in rows]), None, RefinedSettings())).run
+        for also in ({}, {"also": []}, {"also": ["Its keeper?"]})
+    ]
+    assert runs[0] == runs[1] != runs[2]
 
 
 def test_what_is_refused(llava: Backbone, tasks: dict[str, Path]) -> None:

@@ -147,6 +147,23 @@ def forgotten(path: Path, bundle: Bundle, folder: Path) -> None:
         assert len(read_bundle(output).metadata.facts) == left
 
 
+def test_a_task_is_learned_beside_facts_that_were_taught(
+    text_stream: Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the tensors that it has alone, but for the temperature, which weights that are uniform do without."""
+    task, output = codes(tmp_path / "codes.jsonl", "What is the code of {}?"), text_stream.output("taught")
+    teach = ["teach", f"--model={text_stream.model}", f"--task={task}", f"--output={output}"]
+    assert bundle_command(teach) == 0
+    quick = ("--activation", "generation", "--facts", "off")
+    alone = text_stream.update("colours", *quick)
+    assert "Answering with memory: 1 of 1" in capsys.readouterr().err
+    beside = text_stream.update("colours", *quick, "--anchors", str(tmp_path / "other"), previous="taught")
+    for name, tensor in alone.tensors().items():
+        assert name == "temperature" or torch.equal(beside.tensors()[name], tensor), name
+    assert beside.metadata.facts == read_bundle(output).metadata.facts
+    assert (beside.metadata.recipe, beside.metadata.gate_tasks) == ("refined", ("colours",))
+
+
 def test_nothing_is_trained_where_facts_answer_everything(
     remembering: Stream, text_stream: Stream, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
