@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine
-from selector.runtime.files import replace_file
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -23,6 +22,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 def keep(result: Mapping[str, Any], output: Path | None) -> None:
     """Print a result, behind the command and the machine, and write it to `output` if there is one."""
+    from selector.runtime.files import replace_file  # `command` is for machines with torch, triton and numpy alone, too
+
     text = json.dumps({"command": command(), "machine": describe_machine(), **result}, indent=2)
     print(text)
     if output is not None:
