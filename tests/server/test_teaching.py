@@ -402,6 +402,7 @@ def picture(url: str) -> dict[str, Any]:
     return example("Lima", messages=[{"role": "user", "content": parts}])
 
 
+NOTHING = [{"type": "image_url", "uuid": "x"}]
 SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
 
 
@@ -417,6 +418,7 @@ SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
         ({"examples": [picture("data:image/png;base64,AAAA")]}, "example Lima: its picture cannot be used"),
         ({"examples": [picture("http://127.0.0.1:1/picture.png")]}, "example Lima: its picture cannot be used"),
         ({"examples": [picture("file:///etc/passwd")]}, "example Lima: its picture cannot be used"),
+        ({"examples": [example("Lima", messages=[{"role": "user", "content": NOTHING}])]}, "example Lima: its picture"),
         ({"examples": [example("Lima", messages=[{"role": "user", "content": " "}])]}, "a question with words"),
         ({"examples": [example("Lima", messages=[{"role": "system", "content": "a"}])]}, "one user message"),
         ({"examples": [example("Lima")] * 10_001}, "at most 10000 items"),
