@@ -31,10 +31,12 @@ from inducekv_vllm.errors import (
     UnsupportedModel,
 )
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry, Checked
+from server.residency import PoolSize
 from server.state import ServerState
 from tests.bundles import random_bundle
 from tests.engine.parity import World
@@ -215,6 +217,19 @@ async def test_a_version_that_has_left_the_pool_answers_as_before_once_it_is_bac
     again = await last(registered.stream("m", await registered.render(seed=72)))
     assert again.outputs[0].token_ids == before.outputs[0].token_ids
     assert registered.registry.shown().data[0].is_resident
+
+
+async def test_what_a_version_takes_of_the_pool_is_known_before_it_is_loaded(registered: Registered) -> None:
+    """With maps, and without."""
+    (stats,) = await registered.llm.collective_rpc("inducekv_stats")
+    size, seen = PoolSize.of(stats), set()
+    for content in ("other", "prior"):
+        path = str(registered.world.paths[content])
+        card = await registered.registry.load("m", path, replace=True)
+        memory = ServedBundle.from_bundle(registered.world.bundles[content], path)
+        assert size.bytes_of(memory) == card.resident_bytes > 0
+        seen.add(card.resident_bytes)
+    assert len(seen) > 1
 
 
 async def test_adapters_of_a_bundle_must_lie_in_an_allowed_folder_too(
