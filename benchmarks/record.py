@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine
+from inducekv_vllm.files.whole import replacing
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -22,12 +23,11 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 def keep(result: Mapping[str, Any], output: Path | None) -> None:
     """Print a result, behind the command and the machine, and write it to `output` if there is one."""
-    from selector.runtime.files import replace_file  # `command` is for machines with torch, triton and numpy alone, too
-
     text = json.dumps({"command": command(), "machine": describe_machine(), **result}, indent=2)
     print(text)
     if output is not None:
-        replace_file(output, f"{text}\n".encode())
+        with replacing(output) as temporary:
+            temporary.write_text(f"{text}\n")
 
 
 def command() -> str:
