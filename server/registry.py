@@ -346,8 +346,7 @@ class BundleRegistry:
     ) -> AsyncIterator[Transaction]:
         """`Changes.making`, of a name that stands for what the change expects."""
         async with self._changes.making(change, name, who, bounded=bounded) as made:
-            served = self._state.served(name)
-            if who == RESOLVER and served is not None and served.tag is None:
+            if who == RESOLVER and (served := self._state.served(name)) is not None and served.tag is None:
                 raise VersionConflict(f"memory bundle {name!r} was loaded by somebody else since it was looked up")
             is_first = change.makes_first and name not in self._names
             found = "no bundle" if is_first else self._names.served(name).digest
