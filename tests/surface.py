@@ -1,7 +1,7 @@
 """What a user can set, counted from the code: `python -m tests.surface` prints how many things of which kind.
 
-A flag of the server and the key of its configuration that it stands for count once; so does a field of a request that
-stands within another, however often. What vLLM and OpenAI's API have by themselves does not count.
+A flag of the server and the key of its configuration that it stands for count once. What vLLM and OpenAI's
+API have by themselves does not count.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ OWN_VARIABLES = ("INDUCEKV_RUN", "INDUCEKV_WARNED_OF_VLLM")  # one process sets 
 
 def surface() -> dict[str, list[str]]:
     """By kind, each thing that a user can set."""
-    select_flags, of_bundle = parser_of(select.main), parser_of(bundle.main)
+    of_bundle = [each for name, _ in inner_parsers(parser_of(bundle.main)) for each in bundle_command(name)]
     return {
         "inducekv-serve: flags and settings": sorted(serve_settings()),
         "parameters of a request (vllm_xargs)": sorted(request_parameters()),
         "fields of the routes' bodies": sorted(body_fields()),
         "query parameters of the routes": sorted(query_parameters()),
-        "inducekv-select: flags": arguments(select_flags),
-        "inducekv-bundle: subcommands": subcommands(of_bundle),
-        "inducekv-bundle: arguments": arguments(of_bundle),
+        "inducekv-select: flags": arguments(parser_of(select.main)),
+        "inducekv-bundle: subcommands": [" ".join(names) for names, _ in of_bundle],
+        "inducekv-bundle: arguments": [
+            f"{' '.join(names)} {each}" for names, inner in of_bundle for each in arguments(inner)
+        ],
         "environment variables": sorted(environment_variables()),
     }
 
@@ -105,32 +107,27 @@ class _Found(Exception):
         self.parser = parser
 
 
-def parser_of(main: Callable[[Sequence[str]], int]) -> argparse.ArgumentParser:
+def parser_of(main: Callable[[Sequence[str]], int], *given: str) -> argparse.ArgumentParser:
     def stop(parser: argparse.ArgumentParser, *_: Any) -> None:
         raise _Found(parser)
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
         try:
-            main([])
+            main(given)
         except _Found as found:
             return found.parser
     raise AssertionError(f"{main.__module__} reads no arguments")
 
 
-def arguments(parser: argparse.ArgumentParser, *command: str) -> list[str]:
-    """Of the parser and its subcommands, without --help; flags that set the same thing count once."""
-    own = [each for each in parser._actions if not isinstance(each, argparse._HelpAction | argparse._SubParsersAction)]
-    names = dict.fromkeys(
-        " ".join((*command, each.option_strings[0] if each.option_strings else each.dest)) for each in own
-    )
-    return [*names, *(each for name, inner in inner_parsers(parser) for each in arguments(inner, *command, name))]
+def arguments(parser: argparse.ArgumentParser) -> list[str]:
+    own = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    return [action.option_strings[0] if action.option_strings else action.dest for action in own]
 
 
-def subcommands(parser: argparse.ArgumentParser, *command: str) -> list[str]:
-    found = []
-    for name, inner in inner_parsers(parser):
-        found += subcommands(inner, *command, name) or [" ".join((*command, name))]
-    return found
+def bundle_command(name: str) -> list[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """A subcommand, or those beneath it, with their parsers."""
+    own = dict(inner_parsers(parser_of(bundle.main, name)))[name]
+    return [((name, beneath), inner) for beneath, inner in inner_parsers(own)] or [((name,), own)]
 
 
 def inner_parsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
