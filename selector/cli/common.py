@@ -12,7 +12,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-SUCCESS, DIFFERENT, FAILED = 0, 1, 2
+SUCCESS, DIFFERENT = 0, 1  # an error ends in `bundle.main`
 WIDTH: Final = 1000  # of a table at most: for people and pipes alike, never wrapped to the terminal's width
 
 
