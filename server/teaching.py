@@ -19,7 +19,6 @@ from inducekv_vllm.frontend.pictures import is_picture
 from inducekv_vllm.teaching import dropped, fact_of, forgotten, replaced_by, taught, with_wordings
 
 from .bodies import MemoryRoute
-from .changes import Change
 from .registry import ChangedFacts
 from .requests import (
     CHANGE_ERRORS,
@@ -34,6 +33,7 @@ from .requests import (
     registry_of,
 )
 from .schemas import (
+    Change,
     CorrectExampleRequest,
     ExampleMessage,
     MemoryExample,
