@@ -124,8 +124,9 @@ globalThis.fetch = async (address, { method }) => {
 NEAREST = """
 const upTo = (count, sign) => Array.from({ length: count }, (_, n) => sign * (n + 1) / 10);
 const margins = [...upTo(24, -1), ...upTo(15, 1)];
+const gate = m => ({ open: m > 0, closed: m > 0 ? null : "outside", task: null, margins: { other: -9, t: m } });
 const decision = gate => ({ at: 0, bundle: "m", gate, facts: [], missed: null });
-decisions = [...margins.map(m => decision({ open: m > 0, closed: m > 0 ? null : "outside", task: null, margins: { other: -9, t: m } })), decision(null)];
+decisions = [...margins.map(m => decision(gate(m))), decision(null)];
 decisions.sort((a, b) => String(a.gate?.margins.t).localeCompare(String(b.gate?.margins.t)));
 keys.admin = "k";
 chosen = "m";
@@ -185,9 +186,8 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
             buttons = f"[...document.querySelectorAll('{of} button')]"
             page.run(f"{buttons}.find(b => b.innerText.startsWith({json.dumps(label)})).click()")
 
-        def open_fact() -> None:
-            page.run("document.querySelector('#facts summary').click()")
-            page.wait_for("document.querySelector('#facts textarea') !== null")
+        def unfold(box: str) -> None:
+            page.run(f"document.querySelector('{box} summary').click()")
 
         page.wait_for(f"{text('bundles')}.includes('first')")
         assert page.run("document.querySelectorAll('#facts *, #decisions *').length") == 0
@@ -197,13 +197,14 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
         page.press("Enter", 13)
         page.wait_for(f"{text('message')} === 'The keys are used'")
 
+        unfold("#teach-box")
         fill(teach_bundle="page", teach_task="towns", teach_question="Who keeps the tower?", teach_answer="Ann")
         press("Teach", "#teach")
         page.wait_for(f"{text('message')} === 'Taught'")
         assert page.run("document.querySelector('#facts summary').innerText") == "Who keeps the tower?\nAnn"
         assert page.run("document.querySelectorAll('#facts button').length") == 0
-        open_fact()
-        assert page.run(FACT) == "Ann"
+        unfold("#facts")
+        page.wait_for(f"{FACT} === 'Ann'")
 
         fill(question="The tower: who keeps it?", tokens="16")
         press("Ask", "#ask")
@@ -222,7 +223,8 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
         page.run(f"{FACT} = 'Bo'")
         press("Correct", "#facts")
         page.wait_for(f"{text('message')}.endsWith('is corrected')")
-        assert page.run(FACT) == "Bo"
+        page.wait_for(f"{FACT} === 'Bo'")
+        unfold("#bundles")
         press("Back to", "#bundles")
         page.wait_for(f"{text('message')}.endsWith('again')")
         page.wait_for(f"{FACT} === 'Ann'")
