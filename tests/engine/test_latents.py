@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): memory of latents in vLLM gives what it gives in transformers, to 1e-4.
 
 Every decoupled form: ungated and retrieved, behind a gate from the prompt, the text or the generation on, in the pass
-that decides, and from the middle of a prompt. Merged memory is refused.
+that decides, and from the middle of a prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import UnsupportedModel
 from tests.bundles import as_decoupled
@@ -114,12 +113,6 @@ def test_aborted_requests_leave_nothing_behind(served: MemoryEngine) -> None:
         served.check(questions, [None] * 4)
     stats = served.stats()
     assert (stats["slots_used"], stats["requests_known"]) == (0, 0)
-
-
-def test_merged_memory_is_refused(served: MemoryEngine, tmp_path: Path) -> None:
-    write_bundle(served.world.merged["prior"], tmp_path / "merged.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"merged memory cannot be served: .* latent attention \(MLA\)"):
-        served.offline.load_bundle(tmp_path / "merged.safetensors")
 
 
 def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine, monkeypatch: pytest.MonkeyPatch) -> None:

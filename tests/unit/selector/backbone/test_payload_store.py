@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -30,7 +29,6 @@ from selector.paper.objective import Objective
 from selector.runtime.phases import status_bytes
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.unit.selector.stream import SELECT, Stream, kill_when
 
 M = 3
 COUNT, LONG = 160, 512  # candidates and payload tokens of a pool that is large beside everything else
@@ -194,21 +192,6 @@ def test_it_takes_less_memory_than_it_has_bytes(
     assert numbers_on_disk == numbers_in_memory
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """The system refuses files above 32 KiB, as it refuses all on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_no_room_on_the_disk(llava: Backbone, tmp_path: Path, small_files: None) -> None:
-    with pytest.raises(ConfigError, match=r"cannot keep the candidates' payloads here, 52\.7 MiB: .*File too large"):
-        open_pool(tmp_path / "pool", llava, 12_000)
-    assert not (tmp_path / "pool").exists()
-
-
 def test_a_disk_that_fails_on_the_way(
     llava: Backbone, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,14 +208,3 @@ def test_a_disk_that_fails_on_the_way(
     with pytest.raises(ConfigError, match=r"cannot keep the candidates' payloads here, .*No space left on device"):
         extract(llava, examples, M, batch_size=4, store=pool)
     assert not pool.folder.exists()
-
-
-@pytest.mark.slow  # interrupted above; test_select_refined.py kills the default recipe
-def test_killed_while_it_extracts_it_ends_with_the_same_digest(stream: Stream) -> None:
-    options = ("--payload-tokens", "256", "--iterations", "1", "--batch-size", "1")
-    pool = stream.progress("colours") / "pool"
-    kill_when((pool / "payload_values.f16").exists, SELECT, *stream.arguments("colours", *options))
-    assert pool.exists()
-    assert not (pool / "retrieval_keys-0.safetensors").exists(), "it was killed too late"
-    assert stream.update("colours", *options).digest == stream.update("colours", *options).digest
-    assert not pool.parent.exists()
