@@ -20,7 +20,6 @@ from tests.engine.parity import (
     MemoryEngine,
     Prompt,
     engine,
-    greedy,
     make_world,
     prompts,
     served_logprobs,
@@ -127,20 +126,6 @@ def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine, mo
         engine(served.world.model, environment=FEWER_PROCESSES, **options),
     ):
         pass
-
-
-@pytest.mark.slow
-def test_more_requests_than_the_cache_holds(tmp_path: Path) -> None:
-    """Those that are preempted are computed again, with their memory or without."""
-    model = LATENT_FAMILIES[IN_EVERY_RUN](tmp_path / "model")
-    world = make_world(model, tmp_path, make_prompts=text_prompts)
-    options = {"num_gpu_blocks_override": 24, "disable_log_stats": False}
-    with engine(model, environment=FEWER_PROCESSES, **options, **ON_CPUS) as llm:
-        served = MemoryEngine(world, llm)
-        names = [(None, "first", "second", "other")[number % 4] for number in range(16)]
-        served.check(text_prompts(16, 5), names, greedy(max_tokens=40))
-        preempted = next(m for m in served.offline.llm.get_metrics() if m.name == "vllm:num_preemptions")
-        assert preempted.value > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
