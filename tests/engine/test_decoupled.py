@@ -61,7 +61,7 @@ def plain(served: MemoryEngine) -> list[MemoryAnswer]:
     return served.check(prompts(6, seed=1), [None] * 6)
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "prior", "uniform-maps", "prior-maps"])
+@pytest.mark.parametrize("weighting", ["prior", "uniform-maps"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_parity(served: MemoryEngine, plain: list[MemoryAnswer], activation: Activation, weighting: str) -> None:
     answers = served.check(prompts(6, seed=1), [f"{activation}-{weighting}"] * 6)
