@@ -17,10 +17,7 @@ from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
 from .facts import (
     CACHED_QUESTIONS,
     MOST_CHARACTERS,
-    STRICTNESS,
     QuestionIndex,
-    Strictness,
-    StrictnessName,
     has_words,
     same_words,
 )
@@ -77,25 +74,23 @@ def taught(
     *,
     when_full: WhenFull = "forget",
     last_used: Mapping[str, float] | None = None,
-    strictness: StrictnessName | None = None,
 ) -> Bundle:
     """The next version of a bundle, with more facts; the first one, of facts alone, if there is none yet.
 
     A fact whose id the bundle has already takes the other's place, as the newest one.
 
     Args:
-        facts: at least one, unless the strictness is all that changes.
+        facts: at least one.
         budget_bytes: of tensors and facts; None for that of the version before, or `DEFAULT_BUDGET_BYTES`.
         when_full: "forget" the earlier facts that were used or taught longest ago, as many as have to go; or "refuse".
         last_used: by id of a fact, when it last answered, in seconds since the epoch.
-        strictness: how much requests may differ from the facts' questions; None for that of the version before.
 
     Raises:
         TaskDataError: a fact has a question or a wording without words, a question that is longer than what is read of
             a request, or a wording that another fact's question has; an answer that is blank, or longer than the
             model's context; a chat template's marks in any of them; an id that occurs twice, or that a route could not
             name; or it has expired.
-        BundleError: an id is an entry's, `strictness` has another value, or there would be nothing in the bundle.
+        BundleError: an id is an entry's.
         CapacityError: they take more bytes, and none may be forgotten or too few can.
     """
     new = {fact.id for fact in facts}
@@ -114,9 +109,8 @@ def taught(
         )
     settings = {**settings, "budget_bytes": budget}
     if bundle is None:
-        made = {"facts": tuple(facts), "settings": settings, "strictness": strictness or "normal"}
-        return bundle_without_entries(reader.model, recipe=RECIPE, **made)
-    return _with_facts(bundle, [*kept, *facts], settings, strictness)
+        return bundle_without_entries(reader.model, recipe=RECIPE, facts=tuple(facts), settings=settings)
+    return _with_facts(bundle, [*kept, *facts], settings)
 
 
 def with_wordings(
@@ -137,9 +131,8 @@ def with_wordings(
     """
     new = {fact.id for fact in facts}
     earlier = [fact for fact in bundle.metadata.facts if fact.id not in new] if bundle is not None else []
-    strictness = STRICTNESS[bundle.metadata.strictness if bundle is not None else "normal"]
     indexes = {
-        task: _Wordings([fact for fact in (*earlier, *facts) if fact.task == task and fact.picture is None], strictness)
+        task: _Wordings([fact for fact in (*earlier, *facts) if fact.task == task and fact.picture is None])
         for task in {fact.task for fact in facts if proposed.get(fact.id)}
     }
     made = []
@@ -158,19 +151,19 @@ def with_wordings(
 class _Wordings:
     """The questions and wordings of a task's facts."""
 
-    def __init__(self, facts: Sequence[FactRecord], strictness: Strictness) -> None:
+    def __init__(self, facts: Sequence[FactRecord]) -> None:
         asked = [(text, fact.id) for fact in facts for text in (*fact.also, fact.question)]
         self._ids = [id for _, id in asked]
-        self._index, self._strictness = QuestionIndex([text for text, _ in asked]), strictness
+        self._index = QuestionIndex([text for text, _ in asked])
 
     def asks_for(self, text: str, fact: FactRecord) -> bool:
         """Whether a text can be a new wording of a fact."""
         if len(text.encode()) > MAX_WORDING_BYTES or not has_words(text) or self._index.same_as(text) is not None:
             return False
-        found = self._index.find(text, strictness=self._strictness)
+        found = self._index.find(text)
         if found is None or not found.comparison.is_asked or self._ids[found.number] != fact.id:
             return False
-        back = QuestionIndex([text]).find(fact.question, strictness=self._strictness)
+        back = QuestionIndex([text]).find(fact.question)
         return back is not None and back.comparison.is_asked
 
 
@@ -281,12 +274,9 @@ def _stored_words(question: str) -> tuple[str, ...]:
     return same_words(question)
 
 
-def _with_facts(
-    bundle: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any], strictness: StrictnessName | None = None
-) -> Bundle:
-    strictness = strictness or bundle.metadata.strictness
-    changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings, "strictness": strictness}
-    return bundle.next(**changes, gate=bundle.gate_of(bundle.metadata.entries, facts))
+def _with_facts(bundle: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any]) -> Bundle:
+    gate = bundle.gate_of(bundle.metadata.entries, facts)
+    return bundle.next(facts=tuple(facts), fact_thresholds={}, settings=settings, gate=gate)
 
 
 def replaced_by(facts: Sequence[FactRecord]) -> dict[str, str]:

@@ -128,7 +128,7 @@ class Server:
         Args:
             examples: each with "messages" and "answer"; "id", "task", "also", "propose" and "expires_at" if they are
                 given.
-            options: `budget_bytes`, `when_full`, `strictness`, `expected_digest`.
+            options: `budget_bytes`, `when_full`, `expected_digest`.
         """
         return self.call("POST", _examples(name), {"examples": [dict(each) for each in examples], **options})
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inducekv_vllm.bundle.metadata import MAX_WORDING_BYTES, MAX_WORDINGS
-from inducekv_vllm.facts import StrictnessName
 from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK, WhenFull
 
 from .changes import Change
@@ -157,10 +156,7 @@ class TeachRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    examples: Annotated[
-        list[TaughtExample],
-        Field(description="At least one, unless `strictness` is given.", max_length=MAX_EXAMPLES),
-    ] = []
+    examples: Annotated[list[TaughtExample], Field(min_length=1, max_length=MAX_EXAMPLES)]
     budget_bytes: int | None = Field(
         default=None,
         description=f"Bytes that the bundle may take; null for what it has, at first {DEFAULT_BUDGET_BYTES}.",
@@ -172,18 +168,7 @@ class TeachRequest(BaseModel):
         description="What happens beyond the budget: the earlier facts that answered or were taught longest ago are "
         "forgotten, or the call is refused.",
     )
-    strictness: StrictnessName | None = Field(
-        default=None,
-        description="How much requests may differ from the facts' questions, unless they say so themselves; null for "
-        "what the bundle has, at first `normal`.",
-    )
     expected_digest: ExpectedDigest = None
-
-    @model_validator(mode="after")
-    def _changes_something(self) -> Self:
-        if not self.examples and self.strictness is None:
-            raise ValueError("nothing to teach: expected examples or strictness, found neither")
-        return self
 
     @model_validator(mode="after")
     def _proposes_in_time(self) -> Self:
@@ -286,9 +271,6 @@ class MemoryBundleCard(BaseModel):
     expired_entries: int = Field(description="Of these, those that are not used any more: their date has passed.")
     budget: int = Field(description="The maximum number of entries.")
     facts: int = Field(description="The number of facts.")
-    strictness: str = Field(
-        description="How much requests may differ from the facts' questions: `strict`, `normal` or `lenient`."
-    )
     payload_tokens: int = Field(description="The tokens m of an entry.")
     form: str = Field(description="`merged` or `decoupled`.", examples=["decoupled"])
     weighting: str = Field(description="`sqrt`, `prior` or `uniform`.", examples=["uniform"])
@@ -425,7 +407,6 @@ class MemoryTrace(BaseModel):
                     "entries": [{"index": 0, "id": "guild-17", "task": "guild", "weight": 1.0}],
                     "facts": [],
                     "missed": None,
-                    "strictness": None,
                     "shared": None,
                     "timings": {
                         "decision_source": "computed",

@@ -75,7 +75,6 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
             body.budget_bytes,
             when_full=body.when_full,
             last_used=last_used,
-            strictness=body.strictness,
         )
 
     changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)

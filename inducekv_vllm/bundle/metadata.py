@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from ..errors import BundleError
-from ..facts import STRICTNESS, StrictnessName, named_strictness, unpacked
+from ..facts import unpacked
 from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation, earliest
 
@@ -209,8 +209,6 @@ class BundleMetadata(BaseModel):
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
     facts: Annotated[tuple[FactRecord, ...], FailFast()] = ()
-    # How much a request may differ from a fact's question; "normal" is not written: digests and bytes stay.
-    strictness: StrictnessName = Field(default="normal", exclude_if=lambda strictness: strictness == "normal")
     fact_thresholds: dict[str, float] = {}  # of bundles before version 0.3, not read any more
     digest: str = ""  # see `bundle_digest`
 
@@ -248,8 +246,6 @@ def check_metadata(metadata: BundleMetadata, name: str) -> None:
     """
     _check_entries(metadata, name)
     _check_pictures(metadata, name)
-    if metadata.strictness not in STRICTNESS:
-        raise BundleError(f"{name}: strictness must be {named_strictness()}, found {metadata.strictness!r}")
     _check_gate(metadata, name)
     _check_form(metadata, name)
     _check_task_adapters(metadata, name)

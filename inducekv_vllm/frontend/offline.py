@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -32,7 +32,6 @@ from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import FactReader
 from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
-from ..facts import StrictnessName
 from ..protocol import Decided, Decision
 from ..teaching import WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
@@ -44,7 +43,6 @@ from .request import (
     MemoryOptions,
     read_options,
     require_rendered,
-    require_strictness,
     specs_for,
     with_specs,
 )
@@ -119,7 +117,6 @@ class MemoryLLM:
         path: str | os.PathLike[str],
         memory: ServedBundle | None = None,
         when_full: WhenFull = "forget",
-        strictness: StrictnessName | None = None,
     ) -> ServedBundle:
         """Write the next version of a memory with more facts, or a first one of them alone, and load it.
 
@@ -128,13 +125,12 @@ class MemoryLLM:
             path: of the file to write, replaced if it exists.
             memory: stays loaded; None for no version before.
             when_full: see `inducekv_vllm.teaching.taught`; it is not known here which facts were used.
-            strictness: how much requests may differ from the facts' questions (default: as before, at first normal).
 
         Raises:
             InduceKVError: the facts cannot be stored (see `inducekv_vllm.teaching.taught`), or as for `load_bundle`.
         """
         before = None if memory is None else read_bundle(memory.path, backbone=self._backbone)
-        write_bundle(taught(before, facts, self._facts, when_full=when_full, strictness=strictness), path)
+        write_bundle(taught(before, facts, self._facts, when_full=when_full), path)
         return self.load_bundle(path)
 
     def forget(self, ids: Collection[str], path: str | os.PathLike[str], memory: ServedBundle) -> ServedBundle:
@@ -182,7 +178,6 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
-        strictness: StrictnessName | None = None,
         adapter: LoRARequest | None = None,
         **chat_options: Any,
     ) -> list[MemoryAnswer]:
@@ -197,13 +192,11 @@ class MemoryLLM:
                 `extra_args`, for its own memory.
             remainder: weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0. None for
                 the engine's setting.
-            strictness: how much prompts may differ from the facts' questions; None for each memory's. A prompt's
-                parameters may say it, too, by `extra_args`.
             adapter: the LoRA adapter that the memories need.
             chat_options: rendering options of `LLM.chat`, such as `chat_template_kwargs`.
         """
         renders = [partial(self.llm._preprocess_chat_one, each, **chat_options) for each in conversations]
-        return self._answer(renders, params, memory, top_k, remainder, strictness, adapter)
+        return self._answer(renders, params, memory, top_k, remainder, adapter)
 
     def generate(
         self,
@@ -213,12 +206,11 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
-        strictness: StrictnessName | None = None,
         adapter: LoRARequest | None = None,
     ) -> list[MemoryAnswer]:
         """`LLM.generate` over N prompts; the arguments are those of `chat`."""
         renders = [partial(self.llm._preprocess_cmpl_one, each) for each in prompts]
-        return self._answer(renders, params, memory, top_k, remainder, strictness, adapter)
+        return self._answer(renders, params, memory, top_k, remainder, adapter)
 
     def _answer(
         self,
@@ -227,7 +219,6 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[Memories] | None,
         top_k: int | None,
         remainder: bool | None,
-        strictness: StrictnessName | None,
         adapter: LoRARequest | None,
     ) -> list[MemoryAnswer]:
         all_params = _one_each(params, len(renders), "params")
@@ -240,8 +231,6 @@ class MemoryLLM:
         for each, user_params in zip(memories, all_params, strict=True):
             self._check(each, adapter)
             own.append(read_options(user_params, each) if each else MemoryOptions())
-        if strictness is not None:
-            require_strictness(strictness)
         prompts = [require_rendered(render()) for render in renders]
         specs = [
             specs_for(
@@ -249,7 +238,7 @@ class MemoryLLM:
                 prompt,
                 config,
                 self._placeholders,
-                options=replace(asked, strictness=asked.strictness or strictness),
+                options=asked,
             )
             for prompt, each, asked in zip(prompts, memories, own, strict=True)
         ]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
-from inducekv_vllm.facts import STRICTNESS
 
 from ..runtime.files import require_output
 from .columns import ColumnOptions, columns_of
@@ -25,12 +24,10 @@ Command = Callable[[argparse.Namespace], int]
 
 def teach(options: argparse.Namespace) -> int:
     """Write the next version of a bundle, or a first one of facts alone: questions with answers, from task data."""
-    if not options.task and not options.forget and options.strictness is None:
-        raise ConfigError("say what to teach, to forget or to change: --task, --forget or --strictness")
+    if not options.task and not options.forget:
+        raise ConfigError("say what to teach or to forget: --task or --forget")
     if options.forget and options.bundle is None:
         raise ConfigError("--forget needs the --bundle that has the facts")
-    if not options.task and options.bundle is None:
-        raise ConfigError("--strictness needs --task, or the --bundle that has the facts")
     if options.budget_bytes is not None and options.budget_bytes < 1:
         raise ConfigError(f"--budget-bytes must be at least 1, found {options.budget_bytes}")
     require_output(options.output, *options.task)
@@ -48,10 +45,9 @@ def teach(options: argparse.Namespace) -> int:
         bundle = read_bundle(options.bundle, backbone=reader.model)
     if options.forget and bundle is not None:
         bundle = forgotten(bundle, options.forget)
-    if facts or options.strictness is not None:
+    if facts:
         before = bundle
-        more = {"when_full": options.when_full, "strictness": options.strictness}
-        bundle = taught(bundle, facts, reader, options.budget_bytes, **more)
+        bundle = taught(bundle, facts, reader, options.budget_bytes, when_full=options.when_full)
         for gone in dropped(before, bundle):
             print(f"{gone}: forgotten, to make room")
         for fact in _corrected(before, facts):
@@ -126,11 +122,6 @@ def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> N
         choices=("forget", "refuse"),
         default="forget",
         help="beyond the budget, forget the earlier facts that were taught longest ago, or refuse (default: forget)",
-    )
-    added.add_argument(
-        "--strictness",
-        choices=tuple(STRICTNESS),
-        help="how much requests may differ from the facts' questions (default: as before, at first normal)",
     )
     added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
     add_flags(added, {"": ColumnOptions})

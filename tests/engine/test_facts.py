@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.backbone.stored_facts import AskedQuestion, StoredFacts
@@ -163,25 +162,6 @@ def test_the_nearest_fact_is_named_if_none_is_found(facts: Facts) -> None:
     assert answer.decision is not None
     assert answer.decision.missed is not None
     assert answer.decision.missed.added == ("area", "mayor")
-
-
-def test_strictness_of_a_call_and_of_a_prompt(facts: Facts) -> None:
-    """A prompt's wins over the call's, which wins over the bundle's."""
-    facts.teach("asked", [fact(city) for city in CITIES])
-    question, params = Prompt(None, "What is the secret code of Lima?"), greedy()
-    own = greedy()
-    own.extra_args = {"inducekv_strictness": "strict"}
-    for strictness, sampling, decided_by in (
-        (None, params, "normal"),
-        ("lenient", params, "lenient"),
-        ("lenient", own, "strict"),
-    ):
-        (answer,) = facts.check("asked", [question], sampling, strictness=strictness)
-        assert answer.decision is not None
-        assert (answer.decision.strictness, answer.decision.source) == (decided_by, "computed")
-        assert facts.found("asked", answer) == (["codes/Lima"] if decided_by == "lenient" else [])
-    with pytest.raises(VLLMValidationError, match="must be strict, normal or lenient, found 'loose'"):
-        facts.check("asked", [question], strictness="loose")
 
 
 def test_behind_a_gate(facts: Facts) -> None:

@@ -216,49 +216,6 @@ def test_what_the_model_proposed_is_of_its_question(world: World) -> None:
     assert corrected(messages=example("Peru")["messages"]) == (also[:1], ())
 
 
-def test_strictness(server: str) -> None:
-    """Of the bundle, unless the request has its own; a decision by one is not taken for another's."""
-    teacher, name = Teacher(server, "strictness"), "strictness"
-    question = "Which port does the staging database listen on?"
-    fact = example("port", messages=[{"role": "user", "content": question}])
-    assert teacher.teach(fact).status_code == 200
-    more, less = "Which port does our staging database listen on today?", "port of the staging server"
-
-    def found(asked: str, strictness: str | None = None) -> tuple[list[str], str]:
-        own = {} if strictness is None else {"inducekv_strictness": strictness}
-        trace = teacher.server.ask(name, asked, trace=True, max_tokens=2, vllm_xargs=own).trace
-        assert trace is not None
-        return [each["id"] for each in trace["facts"]], trace["strictness"]
-
-    for _ in range(2):  # the second time, decisions are known
-        assert found(more) == (["port"], "normal")
-        assert found(more, "strict") == ([], "strict")
-        assert found(less) == ([], "normal")
-        assert found(less, "lenient") == (["port"], "lenient")
-    assert teacher.cards()[name]["strictness"] == "normal"
-
-    changed = teacher.call("POST", json={"strictness": "lenient"})
-    assert (changed.status_code, changed.json()["ids"], changed.json()["facts"]) == (200, [], 1)
-    assert found(less) == (["port"], "lenient")
-    assert found(less, "normal") == ([], "normal")
-    assert teacher.call("PATCH", "/port", json={"answer": "5433"}).status_code == 200
-    assert teacher.teach(example("Lima")).status_code == 200
-    assert teacher.cards()[name]["strictness"] == "lenient"
-
-    url = f"{server}/v1/chat/completions"
-    for wrong in ("loose", "", 1, 0.5):
-        body = {"model": name, "messages": [{"role": "user", "content": more}], "max_tokens": 1}
-        refused = httpx.post(url, json={**body, "vllm_xargs": {"inducekv_strictness": wrong}})
-        reason = f"inducekv_strictness must be strict, normal or lenient, found {wrong!r}"
-        assert (refused.status_code, reason in refused.json()["error"]["message"]) == (400, True), refused.text
-    for body in ({"strictness": "loose"}, {}, {"examples": []}):
-        assert teacher.call("POST", json=body).status_code == 400
-    nothing = Teacher(server, "nothing").call("POST", json={"strictness": "strict"})
-    assert (nothing.status_code, "neither entries nor task adapters nor facts" in nothing.text) == (400, True)
-    assert teacher.unload(name).status_code == 200
-    teacher.wait_until_drained()
-
-
 def test_it_is_said_as_stored_whatever_the_sampling(server: str) -> None:
     """A sentence without `temperature` in the request, as clients send it; what the request forbids is not said."""
     sentence = "The code is kept in the second drawer from the left, below the atlas: 7291-B (ask Ms Okafor first)."
@@ -409,7 +366,7 @@ SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"examples": []}, "nothing to teach: expected examples or strictness, found neither"),
+        ({"examples": []}, "at least 1 item"),
         ({"examples": [example("Lima")] * 2}, "'Lima' occurs more than once"),
         ({"examples": [example("Lima", answer="")]}, "at least 1 character"),
         ({"examples": [example("Lima", answer="so " * 300)]}, "its answer has"),

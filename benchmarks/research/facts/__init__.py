@@ -5,4 +5,6 @@ pictures.py     half of the things are stored with a picture, all are asked abou
 engine.py       the engine that it asks
 seeds_table.py  how it prints what it finds
 teaching.py     over HTTP, beside running streams: from the call to the first right answer
+
+common_words.py and related_words.py make the files of `inducekv_vllm/facts/languages` that were counted or derived.
 """

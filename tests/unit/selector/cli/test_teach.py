@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 
 from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, with_metadata, write_bundle
-from inducekv_vllm.errors import BundleError, CapacityError, TaskDataError, UnknownFact
+from inducekv_vllm.errors import CapacityError, TaskDataError, UnknownFact
 from inducekv_vllm.facts import MOST_CHARACTERS, FactFound
 from inducekv_vllm.teaching import fact_of, forgotten, replaced_by, stored_bytes, taught, with_wordings
 from selector.backbone.bundled_model import BundledModel
@@ -84,28 +83,6 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     assert "fact\tRome\tcodes" in capsys.readouterr().out
 
 
-def test_strictness(model: Path, reader: FactReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It stays until another one is given, whatever is taught or forgotten."""
-    first, second, third = (tmp_path / f"{name}.safetensors" for name in ("first", "second", "third"))
-    task = write(tmp_path / "codes.jsonl", CITIES)
-    options = ["teach", "--model", str(model), "--task", str(task), "--strictness", "lenient"]
-    assert bundle_command([*options, "--output", str(first)]) == 0
-    question = "What is the secret code of Lima?"
-    assert asked(reader, read_bundle(first), question) == ["Lima"]
-    assert bundle_command(["inspect", str(first)]) == 0
-    assert re.search(r"^facts +10 \(lenient\)$", capsys.readouterr().out, re.MULTILINE)
-
-    options = ["teach", "--model", str(model), "--bundle", str(first), "--forget", "Oslo"]
-    assert bundle_command([*options, "--output", str(second)]) == 0
-    assert asked(reader, read_bundle(second), question) == ["Lima"]
-    options = ["teach", "--model", str(model), "--bundle", str(second), "--strictness", "normal"]
-    assert bundle_command([*options, "--output", str(third)]) == 0
-    usual = read_bundle(third)
-    assert (asked(reader, usual, question), len(usual.metadata.facts)) == ([], 9)
-    with pytest.raises(BundleError, match="strictness must be strict, normal or lenient, found 'loose'"):
-        taught(usual, [], reader, strictness="loose")  # type: ignore[arg-type]
-
-
 def test_pictures(tmp_path: Path) -> None:
     """The command and the selector's model find them by the same states as the server."""
     model, pictures, lines = FAMILIES["llava-1.5"](tmp_path / "model"), drawings(12, 1), []
@@ -129,9 +106,8 @@ def test_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "--task, --forget or --strictness"),
+        ([], "--task or --forget"),
         (["--forget", "Lima"], "--forget needs the --bundle"),
-        (["--strictness", "strict"], "--strictness needs --task, or the --bundle"),
         (["--task", "TALK"], "expected one question, found a conversation"),
         (["--task", "TASK", "--budget-bytes", "10"], "its budget is 10"),
         (["--task", "TASK", "--budget-bytes", "0"], "--budget-bytes must be at least 1, found 0"),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.research.facts.related_words import main, read_lexicon, related_words, written
 from inducekv_vllm.facts.language import RELATED_WORDS, languages
-from selector.gate.related_words import main, read_lexicon, related_words, written
 
 # Offsets, file numbers and pointers as in WordNet: founded is established and has a founder; begun is another sense,
 # which was tagged too seldom; Lima the city is no lima bean; tall and short are about height; a father is paternal.
