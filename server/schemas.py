@@ -18,8 +18,6 @@ from .changes import Change
 NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
 PATH_BYTES: Final = 4096  # Linux's PATH_MAX
 MAX_EXAMPLES: Final = 10_000  # in one request
-MAX_PROPOSED: Final = 8  # wordings of an example
-MAX_PROPOSED_AT_ONCE: Final = 256  # wordings of one request
 LEAST_BUDGET: Final = 2**16  # bytes of a bundle that is taught
 DIGEST: Final = "51c06bd8b5ea7b0a8f6f4a4a4d4b0de5ad5ce26b4e6dd2b7cb7b4f7bd1f4a3c0"
 EARLIER_DIGEST: Final = "9e1f0c5a3f6e8d7c2b1a09f8e7d6c5b4a39281706f5e4d3c2b1a0f9e8d7c6b5a"
@@ -140,14 +138,6 @@ class TaughtExample(BaseModel):
     messages: Messages
     answer: Answer
     also: Wordings = []
-    propose: int | None = Field(
-        default=None,
-        description="How many wordings the served model may propose beside these. Those are kept that are found to ask "
-        "the same, and nothing that another example asks. Not for a question with pictures.",
-        strict=True,
-        ge=1,
-        le=MAX_PROPOSED,
-    )
     expires_at: datetime | None = Field(default=None, description="When it is not used any more, in UTC.")
 
 
@@ -170,12 +160,6 @@ class TeachRequest(BaseModel):
     )
     expected_digest: ExpectedDigest = None
 
-    @model_validator(mode="after")
-    def _proposes_in_time(self) -> Self:
-        if (found := sum(example.propose or 0 for example in self.examples)) > MAX_PROPOSED_AT_ONCE:
-            raise ValueError(f"at most {MAX_PROPOSED_AT_ONCE} wordings are proposed for one request, found {found}")
-        return self
-
 
 class CorrectExampleRequest(BaseModel):
     """Body of PATCH /v1/memory_bundles/{name}/examples/{id}: what is null stays as it is, and something must change."""
@@ -187,7 +171,7 @@ class CorrectExampleRequest(BaseModel):
     also: Wordings | None = Field(default=None, description="Wordings to add to those that it has.")
     without: list[str] = Field(
         default=[],
-        description="Wordings to take away, the model's or others.",
+        description="Wordings to take away.",
         examples=[["How is Lima abbreviated?"]],
         max_length=MAX_WORDINGS,
     )
@@ -214,12 +198,6 @@ class TaughtBundle(BaseModel):
     superseded: list[str] = Field(
         default=[], description="Ids of examples that do not count any more: one of these has the same question."
     )
-    proposed: dict[str, list[str]] = Field(
-        default={},
-        description="By id of the examples with `propose`: the wordings that are kept of those that the served model "
-        "has proposed; none if none asks the same.",
-        examples=[{"lima": ["Which code does Lima have?"]}],
-    )
     facts: int = Field(description="Facts of the bundle now.")
 
 
@@ -231,9 +209,6 @@ class MemoryExample(BaseModel):
     question: str | None = Field(description="Shown to the admin only.")
     answer: str | None = Field(description="Shown to the admin only.")
     also: list[str] | None = Field(description="Other wordings of the question. Shown to the admin only.")
-    proposed: list[str] | None = Field(
-        description="Of these, the ones that the served model has proposed. Shown to the admin only."
-    )
     source_digest: str = Field(description="SHA-256 of the question, in hexadecimal.")
     created_at: datetime | None
     expires_at: datetime | None

@@ -83,20 +83,13 @@ class FactRecord(Record):
     question: Annotated[str, Field(min_length=1)]  # the text of the last user turn
     answer: Annotated[str, Field(min_length=1)]
     also: Annotated[tuple[Wording, ...], Field(max_length=MAX_WORDINGS)] = ()  # other wordings of the question
-    proposed: tuple[Wording, ...] = ()  # of these, by the served model
     picture: Annotated[str, AfterValidator(_packed_state)] | None = None  # see `inducekv_vllm.facts.pictures`
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A question without wordings or a picture is written as before there were any: digests stay."""
         written: dict[str, Any] = write(self)
-        return {name: value for name, value in written.items() if name not in ("also", "proposed", "picture") or value}
-
-    @model_validator(mode="after")
-    def _proposed_is_also(self) -> Self:
-        if stray := [wording for wording in self.proposed if wording not in self.also]:
-            raise ValueError(f"a proposed wording must be one of `also`, found {stray[0]!r}")
-        return self
+        return {name: value for name, value in written.items() if name not in ("also", "picture") or value}
 
 
 class AdapterRecord(BaseModel):

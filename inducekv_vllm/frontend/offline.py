@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from vllm import LLM
+from vllm.exceptions import GenerationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -30,10 +31,10 @@ from vllm.sampling_params import SamplingParams
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import FactReader
-from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
+from ..bundle import Bundle, FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
 from ..protocol import Decided, Decision
-from ..teaching import WhenFull, forgotten, taught
+from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
 from .loading import load
 from .memory_engine import pop_decided
@@ -107,9 +108,8 @@ class MemoryLLM:
         if bundle.metadata.task_adapters:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
         load(self.llm.collective_rpc, absolute, bundle.digest)
-        if bundle.digest not in self._loaded:
-            self._loaded[bundle.digest] = ServedBundle.from_bundle(bundle, absolute)
-        return self._loaded[bundle.digest]
+        memory = self._loaded[bundle.digest] = ServedBundle.from_bundle(bundle, absolute)
+        return memory
 
     def teach(
         self,
@@ -117,7 +117,7 @@ class MemoryLLM:
         path: str | os.PathLike[str],
         memory: ServedBundle | None = None,
         when_full: WhenFull = "forget",
-    ) -> ServedBundle:
+    ) -> tuple[ServedBundle, Report]:
         """Write the next version of a memory with more facts, or a first one of them alone, and load it.
 
         Args:
@@ -127,13 +127,15 @@ class MemoryLLM:
             when_full: see `inducekv_vllm.teaching.taught`; it is not known here which facts were used.
 
         Raises:
-            InduceKVError: the facts cannot be stored (see `inducekv_vllm.teaching.taught`), or as for `load_bundle`.
+            InduceKVError: the facts cannot be stored (see `inducekv_vllm.teaching.taught`), the file of `memory` is
+                gone or has another version now, or as for `load_bundle`.
         """
-        before = None if memory is None else read_bundle(memory.path, backbone=self._backbone)
-        write_bundle(taught(before, facts, self._facts, when_full=when_full), path)
-        return self.load_bundle(path)
+        before = None if memory is None else self._read(memory)
+        return self._written(taught(before, facts, self._facts, when_full=when_full), path)
 
-    def forget(self, ids: Collection[str], path: str | os.PathLike[str], memory: ServedBundle) -> ServedBundle:
+    def forget(
+        self, ids: Collection[str], path: str | os.PathLike[str], memory: ServedBundle
+    ) -> tuple[ServedBundle, Report]:
         """Write the next version of a memory without some of its facts, and load it.
 
         Args:
@@ -142,12 +144,20 @@ class MemoryLLM:
             memory: stays loaded.
 
         Raises:
-            InduceKVError: `ids` is a string, it has no such fact, nothing would be left, or as for `load_bundle`.
+            InduceKVError: `ids` is a string, it has no such fact, nothing would be left, or as for `teach`.
         """
         if isinstance(ids, str):
             raise ConfigError(f"expected a list of ids, found the string {ids!r}: its letters would be the ids")
-        write_bundle(forgotten(read_bundle(memory.path, backbone=self._backbone), ids), path)
-        return self.load_bundle(path)
+        return self._written(forgotten(self._read(memory), ids), path)
+
+    def _read(self, memory: ServedBundle) -> Bundle:
+        """Where it was loaded from last."""
+        path = self._loaded.get(memory.digest, memory).path
+        return read_bundle(path, backbone=self._backbone, digest=memory.digest)
+
+    def _written(self, made: Taught, path: str | os.PathLike[str]) -> tuple[ServedBundle, Report]:
+        write_bundle(made.bundle, path)
+        return self.load_bundle(path), made.report
 
     def picture_state(self, conversation: Any) -> str:
         """What the pictures of a conversation are like, for a fact about them: `fact_of(..., picture=...)`.
@@ -194,6 +204,10 @@ class MemoryLLM:
                 the engine's setting.
             adapter: the LoRA adapter that the memories need.
             chat_options: rendering options of `LLM.chat`, such as `chat_template_kwargs`.
+
+        Raises:
+            GenerationError: nothing could be decided about a prompt.
+            InduceKVError, VLLMValidationError: an argument cannot be used, or a memory is not loaded.
         """
         renders = [partial(self.llm._preprocess_chat_one, each, **chat_options) for each in conversations]
         return self._answer(renders, params, memory, top_k, remainder, adapter)
@@ -233,24 +247,18 @@ class MemoryLLM:
             own.append(read_options(user_params, each) if each else MemoryOptions())
         prompts = [require_rendered(render()) for render in renders]
         specs = [
-            specs_for(
-                [AdaptedMemory(memory) for memory in each],
-                prompt,
-                config,
-                self._placeholders,
-                options=asked,
-            )
+            specs_for([AdaptedMemory(memory) for memory in each], prompt, config, self._placeholders, options=asked)
             for prompt, each, asked in zip(prompts, memories, own, strict=True)
         ]
         all_params = [with_specs(user_params, each) for user_params, each in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)
-        decided = [
-            Decided.without_worker(each) or pop_decided(output) for output, each in zip(outputs, specs, strict=True)
-        ]
-        return [
-            MemoryAnswer(output, () if each is None else each.each)
-            for output, each in zip(outputs, decided, strict=True)
-        ]
+        answers = []
+        for number, (output, of_it) in enumerate(zip(outputs, specs, strict=True)):
+            decided = Decided.without_worker(of_it) or pop_decided(output)
+            if decided is not None and decided.error is not None:
+                raise GenerationError(f"prompt {number}: {decided.error}")
+            answers.append(MemoryAnswer(output, () if decided is None else decided.each))
+        return answers
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None

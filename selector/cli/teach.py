@@ -16,6 +16,8 @@ from .flags import add_flags
 from .loading import load_backbone
 
 if TYPE_CHECKING:
+    from inducekv_vllm.teaching import Report
+
     from ..data.examples import Example
 
 SUCCESS: Final = 0
@@ -33,7 +35,7 @@ def teach(options: argparse.Namespace) -> int:
     require_output(options.output, *options.task)
 
     from inducekv_vllm.backbone.stored_facts import FactReader
-    from inducekv_vllm.teaching import dropped, forgotten, replaced_by, taught
+    from inducekv_vllm.teaching import forgotten, taught
 
     from ..data.examples import read_task
 
@@ -44,27 +46,25 @@ def teach(options: argparse.Namespace) -> int:
     if options.bundle is not None:
         bundle = read_bundle(options.bundle, backbone=reader.model)
     if options.forget and bundle is not None:
-        bundle = forgotten(bundle, options.forget)
+        bundle = forgotten(bundle, options.forget).bundle
     if facts:
-        before = bundle
-        bundle = taught(bundle, facts, reader, options.budget_bytes, when_full=options.when_full)
-        for gone in dropped(before, bundle):
-            print(f"{gone}: forgotten, to make room")
-        for fact in _corrected(before, facts):
-            print(f"{fact.id}: corrected, it was {fact.question!r:.100}")
+        made = taught(bundle, facts, reader, options.budget_bytes, when_full=options.when_full)
+        bundle = made.bundle
+        _print(made.report)
     assert bundle is not None
     write_bundle(bundle, options.output)
-    for old, new in replaced_by(bundle.metadata.facts).items():
-        print(f"{old}: its question is answered by the newer {new}")
     print(f"{options.output}: {len(bundle.metadata.facts)} facts, digest {bundle.digest}")
     return SUCCESS
 
 
-def _corrected(before: Bundle | None, facts: Sequence[FactRecord]) -> list[FactRecord]:
-    """The earlier facts in whose place others are, which ask or answer something else."""
-    new = {fact.id: (fact.question, fact.answer) for fact in facts}
-    earlier = before.metadata.facts if before is not None else ()
-    return [old for old in earlier if new.get(old.id) not in (None, (old.question, old.answer))]
+def _print(report: Report) -> None:
+    for what, ids in (
+        ("corrected", report.corrected),
+        ("forgotten, to make room", report.dropped),
+        ("its question is answered by a newer fact", report.replaced),
+    ):
+        for id in ids:
+            print(f"{id}: {what}")
 
 
 def _facts(examples: Sequence[Example], model: str) -> list[FactRecord]:
