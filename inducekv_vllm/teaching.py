@@ -246,7 +246,7 @@ def _says_the_same(old: FactRecord, new: FactRecord) -> bool:
 
 def _with_facts(before: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any]) -> Bundle:
     gate = before.gate_of(before.metadata.entries, facts)
-    return before.next(facts=tuple(facts), fact_thresholds={}, settings=settings, gate=gate)
+    return before.next(facts=tuple(facts), settings=settings, gate=gate)
 
 
 def replaced_by(facts: Sequence[FactRecord]) -> dict[str, str]:

@@ -13,9 +13,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -85,12 +83,6 @@ class FactRecord(Record):
     also: Annotated[tuple[Wording, ...], Field(max_length=MAX_WORDINGS)] = ()  # other wordings of the question
     picture: Annotated[str, AfterValidator(_packed_state)] | None = None  # see `inducekv_vllm.facts.pictures`
 
-    @model_serializer(mode="wrap")
-    def _without_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A question without wordings or a picture is written as before there were any: digests stay."""
-        written: dict[str, Any] = write(self)
-        return {name: value for name, value in written.items() if name not in ("also", "picture") or value}
-
 
 class AdapterRecord(BaseModel):
     """The LoRA adapter that answers a task's requests in place of memory."""
@@ -135,19 +127,14 @@ class BackboneFingerprint(BaseModel):
     num_layers: Size  # L
     num_kv_heads: Size  # J
     head_dim: Size  # D
-    value_dim: Size | None = Field(
-        default=None, exclude_if=lambda size: size is None
-    )  # V; None: D, as most models have
+    value_dim: Size | None = None  # V; None: D, as most models have
     hidden_size: Size  # d
     rope: dict[str, Any]
     norm: dict[str, Any]
     tokenizer_digest: str
     weights_digest: str  # see `inducekv_vllm.backbone.weights`
-    # [L]: a hybrid's layers with attention, among others; None: the model has no others. Those of a dense model are not
-    # written: digests and bytes stay.
-    attention_layers: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = Field(
-        default=None, exclude_if=lambda layers: layers is None
-    )
+    # [L]: a hybrid's layers with attention, among others; None: the model has no others.
+    attention_layers: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = None
 
     @model_validator(mode="after")
     def _one_number_a_layer(self) -> Self:
@@ -185,8 +172,7 @@ class BundleMetadata(BaseModel):
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m
-    # Of keys and values; "float16" is not written: digests and bytes stay.
-    payload_dtype: PayloadDtype = Field(default="float16", exclude_if=lambda dtype: dtype == "float16")
+    payload_dtype: PayloadDtype = "float16"  # of keys and values
     # [B]; at least one, unless there are task adapters or facts. Only the first wrong one is told: all would take long.
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     weighting: Weighting
@@ -202,7 +188,6 @@ class BundleMetadata(BaseModel):
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
     facts: Annotated[tuple[FactRecord, ...], FailFast()] = ()
-    fact_thresholds: dict[str, float] = {}  # of bundles before version 0.3, not read any more
     digest: str = ""  # see `bundle_digest`
 
     @property

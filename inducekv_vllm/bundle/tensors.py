@@ -460,14 +460,7 @@ def bundle_digest(bundle: Bundle) -> str:
     Two bundles that behave differently never share a digest, and no byte of the metadata can change unnoticed.
     """
     sha = hashlib.sha256()
-    # A bundle without what was added later has the digest that it had before.
-    absent = {name for name in ("facts", "fact_thresholds") if not getattr(bundle.metadata, name)}
-    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *absent})
-    if (gate := metadata["gate"]) is not None:
-        absent_of_gate = [name for name in ("near",) if gate[name] is None]
-        absent_of_gate += [name for name in ("classified", "clause_ends") if not gate[name]]
-        for name in absent_of_gate:
-            del gate[name]
+    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest"})
     rest()
     sha.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
     rest()

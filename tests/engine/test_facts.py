@@ -264,7 +264,7 @@ def test_a_search_that_raises_ends_its_own_request(facts: Facts, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(StoredFacts, "find", raise_for_lima)
         for name in names:
-            with pytest.raises(GenerationError, match="prompt 1: KeyError"):
+            with pytest.raises(GenerationError, match=r"prompt 1: .* \(KeyError\)"):
                 facts.served.chat(questions[::-1], [name] * 2, greedy())
             (answered,) = facts.served.chat(questions[1:], [name], greedy())
             assert facts.found(name, answered) == [f"{'r' if name == 'raises' else 'c'}/Oslo"]
