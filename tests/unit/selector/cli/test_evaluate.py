@@ -95,7 +95,7 @@ def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
         asked.append((request.body["model"], request.body["max_tokens"], request.body["temperature"]))
         if request.body["model"] == "base":
             return 200, {"choices": [{"message": {"content": None}}]}
-        facts = [{"id": "keepers/1"}] if "tower" in str(request.body["messages"]) else []
+        facts = [{"id": "keepers/1", "withheld": None}] if "tower" in str(request.body["messages"]) else []
         traced = {"choices": [{"message": {"content": "Ann"}}], "kv_transfer_params": {"inducekv": {"facts": facts}}}
         return 200, traced | ({} if traces else {"kv_transfer_params": None})
 
