@@ -36,7 +36,6 @@ def card(server_state: ServerState, pool: Pool, name: str, is_admin: bool) -> Me
         digest=memory.digest,
         entries=memory.num_entries,
         facts=len(memory.metadata.facts),
-        strictness=memory.metadata.strictness,
         expired_entries=memory.num_entries - len(memory.alive()),
         tasks=dict(Counter(entry.task for entry in memory.entries)),
         file_bytes=memory.file_bytes,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -24,11 +24,12 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm import __version__
-from inducekv_vllm.backbone.stored_facts import FactReader
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
+from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import CapacityError, ConfigError
 from inducekv_vllm.frontend.memory_engine import Lease
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.frontend.stopping import EngineStop
+from inducekv_vllm.teaching import Report
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 
@@ -41,7 +42,7 @@ from .engines import Engines
 from .journal import Journal
 from .metrics import RegistryMetrics
 from .names import Names
-from .reader import BundleReader
+from .reader import BundleReader, Teaching
 from .resolvers import resolver_of
 from .resolving import Resolving
 from .schemas import Change, ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
@@ -60,8 +61,7 @@ class ChangedFacts:
     """What a change of facts has done."""
 
     card: MemoryBundleCard  # of the version that is served now
-    before: Bundle | None  # None for the first version of a name
-    after: Bundle
+    report: Report
 
 
 class BundleRegistry:
@@ -212,7 +212,7 @@ class BundleRegistry:
         self,
         change: Literal[Change.TEACH, Change.FORGET_FACTS],
         name: str,
-        make: Callable[[Bundle | None, FactReader], Bundle],
+        teach: Teaching,
         *,
         expected_digest: str | None = None,
         who: str = START,
@@ -220,10 +220,10 @@ class BundleRegistry:
         """Let a name stand for the next version of its bundle, with other facts.
 
         Args:
-            make: the next version from the served one, which is None where `Change.TEACH` makes the first one.
+            teach: the next version from the served one, which is None where `Change.TEACH` makes the first one.
 
         Raises:
-            InduceKVError: what `make` raises; or as for `load`.
+            InduceKVError: what `teach` raises; or as for `load`.
             RetryableRequestError: also if the resolver cannot say whether it has a bundle of this name.
         """
         if self._resolving is not None:
@@ -231,9 +231,9 @@ class BundleRegistry:
         async with self._changes.making(change, name, who, expected_digest=expected_digest) as made:
             self._names.check_name(name, replace=True)
             served = self.state.records(name)[0] if name in self._names else None
-            async with self._reader.changed(served, make) as changed:
+            async with self._reader.changed(served, teach) as changed:
                 await made.serve(changed.checked, TAUGHT, keep=self._config.keep_versions)
-            return ChangedFacts(self._card(name), changed.before, changed.after)
+            return ChangedFacts(self._card(name), changed.report)
 
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
@@ -295,9 +295,9 @@ class BundleRegistry:
         """The next names after one, in alphabetical order; requests are those of this API process."""
         return listing(self.state, self.versions.pool, is_admin, after, limit)
 
-    def metadata(self, name: str) -> BundleMetadata:
-        """Of the version that a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
-        return self.state.known(name).memory.metadata
+    def memory(self, name: str) -> ServedBundle:
+        """What a name stands for, resident or not; any thread may ask. Raises UnknownBundle: no bundle of this name."""
+        return self.state.known(name).memory
 
     async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
         """What is known of a name. Raises UnknownBundle: nothing."""

@@ -6,8 +6,6 @@ magnitudes.py how large their numbers may be where they are served
 signature.py  who made it
 rows.py       what it takes of a pool
 file.py       reading and writing, atomically and without unpickling
-lookup.py     what gate and index say about a request
-source.py     what tells one training example from another
 activation.py from which position of a request memory acts
 adapters.py   the LoRA adapters that a bundle records
 lookup.py     what a bundle's gate and index say about a request
