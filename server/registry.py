@@ -122,9 +122,8 @@ class BundleRegistry:
         for name, path in self._config.bundles.items():
             records = self.state.records(name)
             if records and records[0].by != START:
-                logger.warning(
-                    "memory bundle %r stays at digest %s of the state file, not %s", name, records[0].digest, path
-                )
+                digest = records[0].digest
+                logger.warning("memory bundle %r stays at digest %s of the state file, not %s", name, digest, path)
             else:
                 await self.load(name, path, replace=True, pin=True)
 
@@ -148,7 +147,6 @@ class BundleRegistry:
         Args:
             replace: `name` may stand for another version.
             expected_digest: `name` must stand for this version now.
-            who: asks for it, for the log.
             access: the folders that the bundle and its adapters must lie in; None for any.
             pin: whether the name's versions stay in the pool; None as before, or not.
 
@@ -161,8 +159,7 @@ class BundleRegistry:
                 cannot load it.
             UnsupportedModel: the bundle needs a LoRA adapter that the server does not have, or the other way round.
             CapacityError: there is no room for it, there are too many bundles, or it takes too long.
-            TooManyChanges: too many changes wait.
-            RetryableRequestError: the server is shutting down.
+            TooManyChanges, RetryableRequestError: too many changes wait, or the server is shutting down.
         """
         async with self._changes.making(Change.LOAD, name, who, expected_digest=expected_digest) as made:
             self._names.check_name(name, replace=replace or expected_digest is not None)
@@ -282,8 +279,6 @@ class BundleRegistry:
             if not error.is_damaged or not await self._resolving.look_again(error.name):
                 raise
             await self._bringing.hold(models)
-
-    # ---- reports -------------------------------------------------------------------------------------------------
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
