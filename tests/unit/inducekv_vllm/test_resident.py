@@ -124,6 +124,14 @@ def test_an_unload_also_ends_a_running_load(bundles: ResidentBundles, loader: Lo
     assert all(bundles.is_erased(digest) for digest in "ABC")
 
 
+def test_who_waits_for_a_load_that_another_drops_is_told(bundles: ResidentBundles, loader: Loader) -> None:
+    bundles.begin("a", "A")
+    assert loader.begun.wait(30)
+    bundles.unload("A")
+    assert isinstance(error := bundles.outcome("A"), BundleError)
+    assert "was unloaded while its load was waited for" in str(error)
+
+
 def test_a_bundle_is_erased_when_each_of_its_copies_is(bundles: ResidentBundles, loader: Loader) -> None:
     """It was loaded again, and unloaded again, while a request still read the first copy."""
     loader.let_go.set()
