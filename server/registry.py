@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
@@ -29,12 +29,12 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm import __version__
-from inducekv_vllm.backbone.stored_facts import FactReader
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
+from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.frontend.memory_engine import Lease
 from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.frontend.stopping import EngineStop
+from inducekv_vllm.teaching import Report
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 
@@ -45,8 +45,8 @@ from .changes import Change, Changes, Transaction
 from .following import POLL_S, Following
 from .journal import Journal
 from .metrics import RegistryMetrics
-from .names import Names, unpinned
-from .reader import BundleReader, Checked
+from .names import MAX_NAMES, Names, unpinned
+from .reader import BundleReader, Checked, Teaching
 from .residency import PoolSize, Residency
 from .resolvers import resolver_of
 from .resolving import Resolving
@@ -66,8 +66,7 @@ class ChangedFacts:
     """What a change of facts has done."""
 
     card: MemoryBundleCard  # of the version that is served now
-    before: Bundle | None  # None for the first version of a name
-    after: Bundle
+    report: Report
 
 
 class BundleRegistry:
@@ -92,9 +91,9 @@ class BundleRegistry:
         self._names = Names(models, state, metrics, self._left)
         self.following = Following(state, self._names)
         stop = stop or EngineStop(client)
-        self._changes = Changes(state, self.journal, self._config, stop, self.following.follow, metrics.change)
+        self._changes = Changes(state, self.journal, stop, self.following.follow, metrics.change)
         self._residency = Residency(
-            *(client, state, self._names, self._changes, self._reader, self._config),
+            *(client, state, self._names, self._changes, self._reader),
             self.following.follow,
             self._release,
             self.in_background,
@@ -233,7 +232,7 @@ class BundleRegistry:
         self,
         change: Literal[Change.TEACH, Change.FORGET_FACTS],
         name: str,
-        make: Callable[[Bundle | None, FactReader], Bundle],
+        teach: Teaching,
         *,
         expected_digest: str | None = None,
         who: str = START,
@@ -241,10 +240,10 @@ class BundleRegistry:
         """Let a name stand for the next version of its bundle, with other facts.
 
         Args:
-            make: the next version from the served one, which is None where `Change.TEACH` makes the first one.
+            teach: the next version from the served one, which is None where `Change.TEACH` makes the first one.
 
         Raises:
-            InduceKVError: what `make` raises; or as for `load`.
+            InduceKVError: what `teach` raises; or as for `load`.
             RetryableRequestError: also if the resolver cannot say whether it has a bundle of this name.
         """
         if self._resolving is not None:
@@ -252,10 +251,10 @@ class BundleRegistry:
         async with self._changing(change, name, who, expected_digest) as made:
             self._check_name(name, replace=True)
             served = self._names.records(name)[0] if name in self._names else None
-            async with self._reader.changed(served, make) as changed:
+            async with self._reader.changed(served, teach) as changed:
                 record = _record(name, changed.checked.memory, who, TAUGHT)
                 shown = await self._serve(made, change, record, changed.checked)
-            return ChangedFacts(shown, changed.before, changed.after)
+            return ChangedFacts(shown, changed.report)
 
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
@@ -284,7 +283,7 @@ class BundleRegistry:
         async with self._changing(Change.LOAD, name, RESOLVER, bounded=False) as made:
             self._check_memory(name, checked.memory)
             is_new = name not in self._names
-            if is_new and self._state.num_names() >= self._config.max_bundles and (first := self._state.found_first()):
+            if is_new and self._state.num_names() >= MAX_NAMES and (first := self._state.found_first()):
                 self._leave(await asyncio.to_thread(self._state.drop, first, RESOLVER))
             self._check_name(name, replace=True)
             record = _record(name, checked.memory, RESOLVER, checked.memory.path)
@@ -355,7 +354,7 @@ class BundleRegistry:
             yield made
 
     def _check_name(self, name: str, *, replace: bool) -> None:
-        self._names.check_name(name, replace=replace, at_most=self._config.max_bundles)
+        self._names.check_name(name, replace=replace)
 
     def _check_memory(self, name: str, memory: ServedBundle) -> None:
         """Raises UnsupportedModel: it cannot be served here, or not beside others if it is to be shared."""
@@ -461,9 +460,9 @@ class BundleRegistry:
         """The next names in alphabetical order, with the digests that they stand for."""
         return self._names.page(after, limit)
 
-    def metadata(self, name: str) -> BundleMetadata:
-        """Of the version that a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
-        return self._names.known(name).memory.metadata
+    def memory(self, name: str) -> ServedBundle:
+        """What a name stands for, resident or not; any thread may ask. Raises UnknownBundle: no bundle of this name."""
+        return self._names.known(name).memory
 
     async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
         """What is known of a name.

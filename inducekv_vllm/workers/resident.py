@@ -103,9 +103,8 @@ class ResidentBundles:
 
     def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
         """The bundle, or why it could not be loaded; None while it is loaded."""
-        future = self._bundles.get(digest)
-        if future is None:
-            return BundleError(f"the bundle of digest {digest:.12} was unloaded while its load was waited for")
+        if (future := self._bundles.get(digest)) is None:
+            return BundleError(f"the load of digest {digest} was given up")
         if not future.done():
             return None
         return future.exception() or future.result()

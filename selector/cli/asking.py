@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from inducekv_vllm.errors import ConfigError
 
 from ..client import Answer, Server, messages_of
-from .servers import require_address
 
 if TYPE_CHECKING:
     from ..data.examples import Example
@@ -19,34 +16,19 @@ if TYPE_CHECKING:
 AT_ONCE: Final = 16  # requests under way
 
 
-def add_asked(parser: argparse.ArgumentParser, verb: str, questions: str) -> None:
-    """The arguments of a command that asks about a bundle: the questions, and a model here or a server that answers."""
-    parser.add_argument("path", metavar="BUNDLE", type=Path, help="a bundle file")
-    parser.add_argument(
-        "--questions", type=Path, action="append", required=True, metavar="FILE", help=f"{questions}; repeatable"
-    )
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--model", help=f"{verb} here, with this model folder or Hugging Face id")
-    asked.add_argument("--url", help="ask the server at this address, which has the bundle")
-    parser.add_argument("--name", help="with --url: the bundle's name there (default: the file's without its ending)")
-    parser.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")
+def served_name(url: str, likely: str, digest: str) -> str:
+    """The name of the bundle of this digest at a server, which has several names for it perhaps.
 
-
-def check_asked(options: argparse.Namespace) -> None:
-    """Raises ConfigError: the flags of `add_asked` contradict each other, or name no server."""
-    if options.url:
-        require_address(options.url, "--url")
-    elif options.name:
-        raise ConfigError("--name is what the bundle is called at a server: give its --url")
-
-
-def require_served(url: str, name: str, digest: str) -> None:
-    """Raises ConfigError: the server cannot be reached, or `name` does not stand for the bundle of this digest."""
-    found = Server.from_environment(url).digest(name)
-    if found is None:
-        raise ConfigError(f"{url} has no bundle of the name {name!r}: give the name that it has there by --name")
-    if found != digest:
-        raise ConfigError(f"{url} serves another version as {name!r}, {found}; the bundle's digest is {digest}")
+    Raises:
+        ConfigError: the server cannot be reached, or has no such bundle.
+    """
+    server = Server.from_environment(url)
+    if (found := server.digest(likely)) == digest:
+        return likely
+    if (name := next((card["name"] for card in server.bundles() if card["digest"] == digest), None)) is None:
+        another = "" if found is None else f"; it serves another version as {likely!r}, {found}"
+        raise ConfigError(f"{url} has no bundle of the digest {digest}{another}")
+    return str(name)
 
 
 class Decided(NamedTuple):
@@ -94,6 +76,6 @@ def facts_in(answers: Sequence[Answer], url: str) -> list[str | None]:
     """The id of the fact that each traced answer was said by. Raises ConfigError: a trace does not say it."""
     try:
         traces: list[Any] = [answer.trace for answer in answers]
-        return [next((each["id"] for each in trace["facts"]), None) for trace in traces]
+        return [next((each["id"] for each in trace["facts"] if each["withheld"] is None), None) for trace in traces]
     except (KeyError, TypeError) as error:
         raise ConfigError(f"an answer of {url} has no trace of the facts") from error

@@ -28,7 +28,7 @@ from .flags import error_line
 from .gate_questions import read_background_of
 from .gate_tables import print_prices, print_warnings
 from .loading import load_backbone
-from .servers import publish, require_address
+from .publish import load_finished, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
 from .warned import warnings_as_lines
 
@@ -109,10 +109,10 @@ def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle 
         )
     return TaskRequest(
         load=partial(_load, options),
-        examples=read_task(options.task, options.columns()) if options.task else (),
-        validation=read_task(options.validation, options.columns()) if options.validation else None,
+        examples=read_task(options.task, options.of_table()) if options.task else (),
+        validation=read_task(options.validation, options.of_table()) if options.validation else None,
         settings=settings,
-        base=read_task(options.base, options.columns().of_others()) if options.base else (),
+        base=read_task(options.base, options.of_table().of_others()) if options.base else (),
         background=read_background_of(options.background),
         near_misses=read_background_of(options.near_misses),
         previous=previous,
@@ -166,7 +166,7 @@ def _show(options: SelectOptions, learned: Learned) -> None:
     else:
         _summarize(learned, options)
     if options.publish:
-        publish(options.publish, options.output)
+        load_finished(options.publish, options.output)
 
 
 def _no_better(report: dict[str, Any]) -> str | None:

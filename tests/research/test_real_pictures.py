@@ -1,9 +1,7 @@
-"""The real-picture stream, on made-up packages: what its splits share, and what is said when a package is missing."""
+"""The real-picture stream, on made-up packages: what its splits share, and what tasks ask about."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,20 +10,17 @@ from PIL import Image
 from benchmarks.real.items import BASE, SPLITS
 from benchmarks.research.continual.suites import load_suite
 from benchmarks.research.continual.suites.made import load_real_pictures
-from benchmarks.research.real_pictures import evaluate, stream, train
+from benchmarks.research.real_pictures import stream, train
 from benchmarks.research.real_pictures.concepts import Concepts
 from benchmarks.research.real_pictures.icons import PACKAGES, Icons
-from benchmarks.research.real_pictures.questions import FAMILIES, vocabulary
+from benchmarks.research.real_pictures.questions import vocabulary
 from benchmarks.research.real_pictures.stream import examples
 from benchmarks.research.real_pictures.tasks import TASKS
-from benchmarks.research.real_pictures.train import model_folder
-from inducekv_vllm.errors import ConfigError
 from selector.data.examples import read_task
 from tests.research.made_up_icons import made_up_concepts, save_icons
 from tests.unit.benchmarks.made_up_packages import MadeUp
 
 SIZES = {"train": 48, "validation": 24, "test": 24}
-ICON = "the npm package @iconify-json/noto@1.2.9 is not installed: install it with `npm install"
 
 
 @pytest.fixture(scope="module")
@@ -107,89 +102,4 @@ def test_the_suite_is_written_once_and_its_examples_are_read(
     assert load_suite("real-pictures", tmp_path).digest() == suite.digest()
 
 
-def test_missing_and_other_packages_are_named(
-    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ConfigError, match=ICON):
-        Icons.read(PACKAGES[0], tmp_path)
-    cache = shutil.copytree(icons, tmp_path / "cache")
-    folder = cache / "icons" / "node_modules" / "@iconify-json" / "noto"
-    (folder / "package.json").write_text('{"version": "9.9"}')
-    with pytest.raises(ConfigError, match=r"noto holds version 9.9, expected 1.2.9: install it with `npm install"):
-        Icons.read(PACKAGES[0], cache)
-    (folder / "metadata.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"noto does not hold what is read from it: TypeError"):
-        Icons.read(PACKAGES[0], cache)
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match=r"npm is not installed, and the pictures come with npm packages: install"):
-        load_suite("real-pictures", tmp_path / "data")
-    assert train.main(["--cache", str(tmp_path / "empty")]) == 2
-    assert capsys.readouterr().err.startswith("benchmarks.research.real_pictures.train: error: npm is not installed")
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["lock"]
-
-
 # The model.
-
-
-@pytest.mark.parametrize("name", ["real-pictures", "real-pictures.training"])
-def test_what_was_trained_on_something_else_is_refused(
-    name: str, icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(train, "Packages", MadeUp)
-    cache = shutil.copytree(icons, tmp_path / "cache")
-    folder = cache / name
-    folder.mkdir()
-    concepts = made_up_concepts(cache)
-    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3, steps=5)
-    (folder / train.TAUGHT).write_text(json.dumps(of | {"words": ["other"], "seed": 0}))
-    before = sorted(path.name for path in cache.iterdir())
-    assert train.main(["--cache", str(cache), "--warm-up-steps", "3", "--steps", "6"]) == 2
-    assert (
-        capsys.readouterr()
-        .err.strip()
-        .endswith(f"{folder} was trained with other words, steps, seed: remove it, or use another --cache")
-    )
-    assert sorted(path.name for path in cache.iterdir()) == sorted([*before, ".real-pictures.lock"])
-
-
-@pytest.mark.slow
-def test_training_resumes_and_what_it_makes_is_measured(
-    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("resvg_py")
-    monkeypatch.setattr(train, "Packages", MadeUp)
-    monkeypatch.setattr(train, "ROWS", {"separate": 1, "conversations": 1, "exemplars": 1})
-    whole, cache = (shutil.copytree(icons, tmp_path / name) for name in ("whole", "cache"))
-    monkeypatch.setenv("INDUCEKV_CACHE", str(cache))
-    options = ["--warm-up-steps", "1", "--check-every", "1", "--steps", "2"]
-    assert train.main(["--cache", str(whole), *options]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(model_folder(whole))]
-
-    scores = iter(({},))  # the second check is where it is killed
-
-    def killed(*arguments: object) -> dict[str, float]:
-        for score in scores:
-            return score
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "packed_accuracy", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train.main(["--cache", str(cache), *options])
-    assert not model_folder(cache).exists()
-    assert train.main(["--cache", str(cache), *options]) == 0
-    assert {path.name for path in cache.iterdir()} == {path.name for path in whole.iterdir()}
-    weights = [(model_folder(each) / "model.safetensors").read_bytes() for each in (whole, cache)]
-    assert weights[0] == weights[1]
-    shutil.move(model_folder(cache), tmp_path / "2")
-    log = [json.loads(line) for line in (tmp_path / "2" / "training.jsonl").read_text().splitlines()]
-    assert any(record.get("resumed_at") == 1 for record in log)
-    monkeypatch.setattr(evaluate, "Packages", MadeUp)
-    monkeypatch.setattr(evaluate, "installed_concepts", lambda: made_up_concepts(cache))
-    capsys.readouterr()
-    assert evaluate.main(["--model", str(tmp_path / "2"), "--base", "3", "--stream", "2"]) == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(printed["frozen"]) == list(TASKS)
-    assert set(printed["base"]["test"]) == {"vendors", "overall", *FAMILIES}

@@ -124,14 +124,6 @@ def test_an_unload_also_ends_a_running_load(bundles: ResidentBundles, loader: Lo
     assert all(bundles.is_erased(digest) for digest in "ABC")
 
 
-def test_who_waits_for_a_load_that_another_drops_is_told(bundles: ResidentBundles, loader: Loader) -> None:
-    bundles.begin("a", "A")
-    assert loader.begun.wait(30)
-    bundles.unload("A")
-    assert isinstance(error := bundles.outcome("A"), BundleError)
-    assert "was unloaded while its load was waited for" in str(error)
-
-
 def test_a_bundle_is_erased_when_each_of_its_copies_is(bundles: ResidentBundles, loader: Loader) -> None:
     """It was loaded again, and unloaded again, while a request still read the first copy."""
     loader.let_go.set()
@@ -232,8 +224,9 @@ def load(bundles: ResidentBundles, digest: str) -> Any:
 @pytest.mark.parametrize(("is_busy", "is_copied"), [(True, True), (True, False), (False, False)])
 def test_a_step_waits_as_long_as_it_is_told_and_only_for_a_copy(loader: Loader, is_busy: bool, is_copied: bool) -> None:
     asked: list[float] = []
-    patience = lambda: asked.append(0.0) or 0.0  # noqa: E731
-    bundles = ResidentBundles(loader.load, loader.store, lambda: is_busy, host_bytes=25, patience=patience)
+    bundles = ResidentBundles(
+        loader.load, loader.store, lambda: is_busy, host_bytes=25, patience=lambda: asked.append(0.0) or 0.0
+    )
     loader.let_go.set()
     if is_copied:
         load(bundles, "A")
@@ -313,3 +306,8 @@ def test_what_has_no_room_in_the_pool_is_read_once(bundles: ResidentBundles, loa
     bundles.unload("A", keep=True)
     assert load(bundles, "C").digest == "C"
     assert len(loader.threads) == 3
+
+
+def test_the_outcome_of_a_load_that_was_given_up_is_an_error_and_ends_nobody(bundles: ResidentBundles) -> None:
+    """One that is out of time is unloaded, while whoever waits for it asks once more."""
+    assert isinstance(bundles.outcome("gone"), BundleError)

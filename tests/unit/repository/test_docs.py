@@ -34,7 +34,8 @@ from tests.pages import (
 OUR_PACKAGES = ("inducekv_vllm", "selector", "server", "benchmarks", "tests")
 OUR_PATH = re.compile(rf"(?:{'|'.join(OUR_PACKAGES)}|docs|docker)/[\w./-]*")
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-SCRIPT_MODULES = {name: target.partition(":")[0] for name, target in SCRIPTS.items()}
+# What `selector.cli.entry` runs has the parser.
+SCRIPT_MODULES = {name: target.replace("entry:", "").partition(":")[0] for name, target in SCRIPTS.items()}
 NESTED = ("audit",)  # commands with subcommands of their own
 WITH_SUBCOMMANDS = (
     "selector.cli.bundle",
@@ -84,6 +85,17 @@ def test_every_page_is_linked_from_the_readme() -> None:
 def test_every_file_of_results_is_named() -> None:
     named = re.findall(r"`([\w.-]+\.json)` *[|,]", (RESULTS / "README.md").read_text())
     assert sorted(named) == sorted(path.name for path in RESULTS.glob("*.json"))
+
+
+def test_a_list_of_modules_is_complete() -> None:
+    """Of a package that lists its modules, `name.py` and what is in it."""
+    wrong = []
+    for package in (ROOT / name for name in OUR_PACKAGES):
+        for path in package.rglob("__init__.py"):
+            listed = set(re.findall(r"^ *(\w+)\.py ", ast.get_docstring(ast.parse(path.read_text())) or "", re.M))
+            if listed and listed != {each.stem for each in path.parent.glob("*.py")} - {"__init__", "__main__"}:
+                wrong.append(str(path.relative_to(ROOT)))
+    assert not wrong
 
 
 def test_every_test_module_says_what_it_promises() -> None:
@@ -159,8 +171,17 @@ def test_python_blocks_compile_and_import_what_is_there(page: Path) -> None:
                 spec = importlib.util.find_spec(node.module)
                 assert spec, node.module
                 assert spec.origin, node.module
-                defined = {getattr(child, "name", None) for child in ast.parse(Path(spec.origin).read_text()).body}
+                module = ast.parse(Path(spec.origin).read_text())
+                defined = {getattr(child, "name", None) for child in module.body} | public_names(module)
                 assert {alias.name for alias in node.names} <= defined
+
+
+def public_names(module: ast.Module) -> set[str]:
+    """Of `__all__`."""
+    lists = [
+        each.value for each in module.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__"
+    ]
+    return {name for each in lists for name in ast.literal_eval(each)}
 
 
 @pages

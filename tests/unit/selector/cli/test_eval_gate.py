@@ -1,4 +1,4 @@
-"""`inducekv-bundle eval-gate`: its counts, decided here and by a server."""
+"""`inducekv-bundle eval --gate`: its counts, decided here and by a server."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_counts_are_those_of_single_decisions(
     assert gate is not None
     files = [tasks["colours"], tasks["counts"], tasks["places"], requests]
     asked = [part for file in files for part in ("--questions", file)]
-    lines = command("eval-gate", path, *asked, "--model", model_folders["llava"]).splitlines()
+    lines = command("eval", "--gate", path, *asked, "--model", model_folders["llava"]).splitlines()
     expected = []
     for file, task in zip(files, ("colours", "counts", "no task", "no task"), strict=True):
         examples = read_background(file)
@@ -105,11 +105,14 @@ class FakeServer:
     def __init__(self, digest: str) -> None:
         self.digest, self.seen, self.headers = digest, list[Any](), list[dict[str, str]]()
         self.trace: dict[str, Any] | None = {}
+        self.name = "both"
 
     def answer(self, request: Request) -> tuple[int, Any]:
         self.headers.append(dict(request.headers))
-        if request.path == "/v1/memory_bundles/both":
-            return 200, {"bundle": {"name": "both", "digest": self.digest}}
+        if request.path == f"/v1/memory_bundles/{self.name}":
+            return 200, {"bundle": {"name": self.name, "digest": self.digest}}
+        if request.path.startswith("/v1/memory_bundles?"):
+            return 200, {"data": [{"name": self.name, "digest": self.digest}], "has_more": False}
         if request.path.startswith("/v1/memory_bundles/"):
             return 404, {"error": {"message": "no memory bundle of this name is loaded"}}
         assert request.path == "/v1/chat/completions"
@@ -132,7 +135,7 @@ def test_a_server_is_asked(path: Path, tasks: dict[str, Path], requests: Path, m
     server = FakeServer(read_bundle(path).digest)
     asked = [part for file in (tasks["colours"], tasks["counts"], requests) for part in ("--questions", file)]
     with imitated_server(server.answer) as url:
-        lines = command("eval-gate", path, *asked, "--url", url).splitlines()
+        lines = command("eval", "--gate", path, *asked, "--url", url).splitlines()
     assert [line.split() for line in lines[1:4]] == [
         ["colours", "train", "12", "0", "0", "0", "12", "0"],
         ["counts", "train", "12", "12", "12", "0", "0", "0"],
@@ -160,15 +163,20 @@ def test_what_is_refused(path: Path, tasks: dict[str, Path], tmp_path: Path, mod
     with imitated_server(server.answer) as url:
         for arguments, problem in (
             ((plain, *questions, "--url", url), "plain.safetensors: the bundle has no relevance gate"),
-            ((path, *questions, "--url", url, "--name", "other"), "has no bundle of the name 'other'"),
             ((path, *questions, "--url", "127.0.0.1:1"), "--url must be an http or https address"),
             ((path, *questions, "--url", "http://127.0.0.1:1"), "cannot be reached"),
-            ((path, *questions, "--model", "x", "--name", "both"), "give its --url"),
             ((path, "--questions", tmp_path / "none.txt", "--url", url), "cannot read the background requests"),
             ((path, *questions, "--model", model_folders["qwen3-vl"]), "another backbone"),
         ):
-            assert problem in refuse("eval-gate", *arguments)
+            assert problem in refuse("eval", "--gate", *arguments)
         server.trace = None
-        assert "has no trace of the gate" in refuse("eval-gate", path, *questions, "--url", url)
+        assert "has no trace of the gate" in refuse("eval", "--gate", path, *questions, "--url", url)
+        server.trace, server.name = {}, "elsewhere"
+        command("eval", "--gate", path, *questions, "--url", url)
         server.digest = "0" * 64
-        assert "serves another version as 'both'" in refuse("eval-gate", path, *questions, "--url", url)
+        refused = refuse("eval", "--gate", path, *questions, "--url", url)
+        assert f"has no bundle of the digest {read_bundle(path).digest}" in refused
+        server.name = "both"
+        assert f"serves another version as 'both', {server.digest}" in refuse(
+            *("eval", "--gate", path, *questions, "--url", url)
+        )
