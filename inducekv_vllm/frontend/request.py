@@ -140,7 +140,6 @@ def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> Me
             after its decision.
     """
     require_together(memories)
-    num_entries = memories[0].num_entries
     options = _own_arguments(params)
     supported = {TRACE_OPTION, TOP_K_OPTION, STRICTNESS_OPTION, MEMORIES_OPTION}
     if unknown := sorted(options.keys() - supported):
@@ -151,11 +150,8 @@ def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> Me
     trace, top_k = options.get(TRACE_OPTION, 0), options.get(TOP_K_OPTION)
     if not isinstance(trace, int) or trace not in (0, 1):
         raise VLLMValidationError(f"{TRACE_OPTION} must be 0 or 1, found {trace!r}", parameter="vllm_xargs")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= num_entries):
-        raise VLLMValidationError(
-            f"{TOP_K_OPTION} must be a whole number from 1 to {num_entries}, the memory's entries; found {top_k!r}",
-            parameter="vllm_xargs",
-        )
+    if top_k is not None:
+        require_top_k(top_k, memories[0])
     strictness = options.get(STRICTNESS_OPTION)
     if strictness is not None:
         require_strictness(strictness)
@@ -166,6 +162,22 @@ def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> Me
             parameter="prompt_logprobs",
         )
     return MemoryOptions(bool(trace), top_k, strictness)
+
+
+def require_top_k(found: object, memory: ServedBundle) -> None:
+    """Raise VLLMValidationError if it is no number of entries that could be retrieved for one request."""
+    if not memory.retrieves:
+        raise VLLMValidationError(
+            f"{TOP_K_OPTION} has nothing to choose from: the memory "
+            + ("has no entries" if not memory.num_entries else "gives a request all entries of its task"),
+            parameter="vllm_xargs",
+        )
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= memory.num_entries:
+        raise VLLMValidationError(
+            f"{TOP_K_OPTION} must be a whole number from 1 to {memory.num_entries}, the memory's entries; "
+            f"found {found!r:.100}",
+            parameter="vllm_xargs",
+        )
 
 
 def require_strictness(found: object) -> None:
@@ -225,9 +237,8 @@ def _to_decide(
 ) -> DecideSpec:
     memory = asked.memory
     adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted(asked.task_adapters.items()))
-    retrieval = memory.weighting != "uniform" and memory.num_entries > 0
     return DecideSpec(
-        memory.digest, retrieval, top_k, remainder, owner, adapters, strictness or memory.metadata.strictness
+        memory.digest, memory.retrieves, top_k, remainder, owner, adapters, strictness or memory.metadata.strictness
     )
 
 

@@ -40,8 +40,6 @@ class InduceKVConfig(BaseModel):
     memory_host_bytes: int = Field(default=DEFAULT_HOST_BYTES, ge=0)
     # GPUs: the most entries that one request reads. A bundle with more, for a task or without a gate, is refused.
     memory_request_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
-    # GPUs: CUDA graphs read decoupled memory without maps on a second stream, beside self-attention.
-    memory_beside_attention: bool = False
     decision_cache_entries: int = Field(default=4096, ge=0)  # decisions cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)
@@ -64,7 +62,6 @@ class InduceKVConfig(BaseModel):
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
     audit_answers: bool = False  # the audit chain of the state has every answer too
     memory_page: bool = False  # a page for people at /memory, and the latest decisions for the admin
-    gate_log: str | None = None  # a file that the evidence of every request behind a gate is appended to
 
     @model_validator(mode="after")
     def _answers_need_a_file(self) -> InduceKVConfig:

@@ -31,11 +31,10 @@ from ..backbone.stored_facts import AskedQuestion
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult, QueryFeatures
 from ..facts import FactFound, FactMissed, packed
-from ..forbidden import permitted
+from ..forbidden import why_forbidden
 from ..gate import WordScores
 from ..protocol import DECISIONS, Decided, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
 from ..vllm_seams.runner import StepRows
-from .gate_log import GateLog
 from .prompts import PromptReader, failure_of
 from .requests import AskedMemory, Phase, WorkerRequest, WorkerRequests, acting_rows
 
@@ -45,12 +44,9 @@ Output = ModelRunnerOutput | AsyncModelRunnerOutput
 class Deciding:
     """Decides on the first rank: ranks cannot disagree."""
 
-    def __init__(self, placeholders: Collection[int], gate_log: GateLog) -> None:
+    def __init__(self, placeholders: Collection[int]) -> None:
         """`placeholders` are the ids of tokens that stand for media."""
-        self._placeholders, self._gate_log = placeholders, gate_log
-
-    def close(self) -> None:
-        self._gate_log.close()
+        self._placeholders = placeholders
 
     def decide(self, request: WorkerRequest) -> Decided:
         """Wait for what the prompt tells, and decide about each memory."""
@@ -86,12 +82,12 @@ class Deciding:
         features = with_words(features, memory.bundle.words, asked)
         lookup = index.lookup(features, memory.spec.top_k)
         gate, retrieval = lookup.gate_decision, lookup.retrieval
-        if gate is not None and features.evidence is not None:
-            self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
         strictness = None if facts is None else memory.spec.strictness
         found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture, strictness)
+        if isinstance(found, FactFound) and found.withheld is None:
+            found = replace(found, withheld=why_forbidden(request.params, found.token_ids))
         return Decision(
             outcome=outcome_of(index, memory.spec, lookup, request.prompt, self._placeholders),
             task=gate.task if gate is not None else None,
@@ -168,10 +164,6 @@ class Decisions:
         self._requests, self._prompts, self._deciding = requests, prompts, deciding
         self._attention, self._placeholders, self._is_alone = attention, frozenset(placeholders), is_alone
 
-    def close(self) -> None:
-        if self._deciding is not None:
-            self._deciding.close()
-
     # ---- the moments of a step, in their order -------------------------------------------------------------------
 
     def begin_step(self, rows: StepRows) -> None:
@@ -236,7 +228,7 @@ class Decisions:
     def _taken_up(self, request: WorkerRequest, decided: Decided) -> Decided:
         """A decision that the running step's later work follows."""
         try:
-            self._requests.take_up(request, permitted(decided, request.params))
+            self._requests.take_up(request, decided)
         except Exception as error:
             return _failed(error)
         return decided

@@ -45,7 +45,6 @@ from ..vllm_seams.runner import RunnerTables, StepRows, follow_runner
 from .answering import register
 from .cached_values import CachedValues
 from .decisions import Deciding, Decisions
-from .gate_log import GateLog
 from .prompts import PromptReader
 from .refusals import check_bundle, kind_of, served_heads
 from .requests import WorkerRequests, acting_rows
@@ -163,7 +162,7 @@ class MemoryWorker(Worker):
         self.decisions = Decisions(
             self.requests,
             prompts,
-            Deciding(placeholders, GateLog.of(self.settings)) if is_first else None,
+            Deciding(placeholders) if is_first else None,
             self.attention,
             placeholders,
             is_alone=is_alone,
@@ -323,6 +322,4 @@ class MemoryWorker(Worker):
 
     def shutdown(self) -> None:
         self.resident.close()
-        if hasattr(self, "decisions"):  # a start may end before
-            self.decisions.close()
         super().shutdown()

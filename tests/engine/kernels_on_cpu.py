@@ -56,7 +56,7 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
             Processors(count=2),
             most_graph_rows=GRAPH_ROWS[-1],
             most_memories=self.settings.most_memories,
-            kernels=SimpleNamespace(add_memory=some_by_kernels, add_read=twin.add_read),
+            kernels=SimpleNamespace(add_memory=some_by_kernels),
         )
 
     @property

@@ -36,7 +36,6 @@ from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers import prompts
 from inducekv_vllm.workers.cached_values import CachedValues
 from inducekv_vllm.workers.decisions import Deciding, Decisions, joins
-from inducekv_vllm.workers.gate_log import GateLog
 from inducekv_vllm.workers.prompts import PromptReader
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.bundles import D, J, random_gate
@@ -405,7 +404,7 @@ def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: p
             gate=None, picture_marks=None, index=index, words=None, reader=reader, facts=facts
         )
         each.start("r", [[3, 0, 5], [4, 1]])
-    deciding = Deciding({IMAGE}, GateLog())
+    deciding = Deciding({IMAGE})
     first, second = (deciding.decide(request) for each in asked for request in each.step("r", 0, 11))
     unexpected = not isinstance(error, InduceKVError)
     assert first.error is not None
@@ -421,7 +420,7 @@ def test_evidence_that_cannot_be_read_ends_its_own_request(
     monkeypatch.setattr(requests.values, "read", raising(error))
     requests.start("r", [[3, 0, 5], [4, 1]])
     (request,) = requests.step("r", 0, 11)
-    decision = Deciding({IMAGE}, GateLog()).decide(request)
+    decision = Deciding({IMAGE}).decide(request)
     assert decision.error is not None
     assert "RuntimeError" in decision.error
     assert errors_in(logged) == [error]
