@@ -1,105 +1,99 @@
-"""`inducekv-bundle gate-fit`: the gate of a bundle, fitted again."""
+"""`inducekv-bundle gate-fit`: the gate of a bundle, its first one or fitted again."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inducekv_vllm.bundle import Gate, read_bundle, write_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
 
-from ..gate.settings import kind_of
+from ..gate.settings import GateSettings, fit_options, kind_of
 from ..runtime.files import require_output
-from .gate_questions import add_fit_flags, fit_settings, read_background_of
+from .common import SUCCESS, add_base, add_bundle, add_model, add_output
+from .flags import add_flags
+from .gate_questions import BACKGROUND, NEAR_MISSES, read_background_of
 from .gate_tables import print_fitted
 from .loading import load_backbone
-from .traffic import read_traffic
 
 if TYPE_CHECKING:
     from ..data.examples import Example
 
-SUCCESS = 0
-Command = Callable[[argparse.Namespace], int]
+FLAGS = ("gate_kind", "gate_misses")
 
 
-def gate_fit(options: argparse.Namespace) -> int:
-    """Write the next version of a bundle with its gate fitted again; all else stays as it is, to the bit.
-
-    With --from-log the gate looks at the same as before, and only its weights and thresholds are fitted again.
+def run(options: argparse.Namespace) -> int:
+    """Write the next version of a bundle with its gate fitted again, or with a first one; all else stays as it is, to
+    the bit.
     """
-    settings = fit_settings(options)
-    data = (*options.task, options.base, options.background, options.near_misses, options.from_log)
-    require_output(options.output, options.path, *data)
+    settings = GateSettings(**{name: getattr(options, name) for name in FLAGS if name in options})
+    require_output(options.output, options.path, *options.task, options.base, options.background, options.near_misses)
     bundle = read_bundle(options.path)
-    if (gate := bundle.gate) is None:
-        raise BundleError(f"{options.path}: the bundle has no relevance gate")
-    if options.from_log and settings.gate_kind not in (None, kind_of(gate)):
-        raise ConfigError(f"--from-log keeps what the gate looks at: expected --gate-kind {kind_of(gate)}")
-    traffic = read_traffic(options.from_log, gate) if options.from_log else None
-    own = _questions(options.task, gate)
+    tasks = _tasks(bundle, str(options.path))
+    own = _questions(options.task, tasks)
     background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
 
     from ..data.examples import read_task
     from ..gate.fit import check_questions, fit_gate
-    from ..gate.refit import refit_gate
 
     base = read_task(options.base)
     check_questions(own, background, base, near_misses=near_misses)
     backbone = load_backbone(options.model, options.device)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
-    misses, seed = settings.gate_misses, settings.seed
-    known: dict[str, Any] = {"background": background, "near_misses": near_misses}
-    if traffic is None:
-        kind = settings.gate_kind or kind_of(gate)
-        known["layers"] = gate.layers
-        fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, progress=True)
-    else:
-        fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed, progress=True)
-    traffic_count = {} if traffic is None else {"traffic_requests": len(traffic)}
-    after = bundle.with_gate(fitted.gate, {**fitted.recorded(base, background, near_misses), **traffic_count})
+    known: dict[str, Any] = {"background": background, "near_misses": near_misses, **fit_options(settings)}
+    if (gate := bundle.gate) is not None:
+        known |= {"layers": gate.layers, "kind": settings.gate_kind or kind_of(gate)}
+    fitted = fit_gate(backbone, own, base, **known, progress=True)
+    after = bundle.with_gate(fitted.gate, fitted.recorded(base, background, near_misses))
     write_bundle(after, options.output)
-    print(f"{options.output}: a gate for {', '.join(gate.tasks)}, digest {after.digest}")
+    print(f"{options.output}: a gate for {', '.join(tasks)}, digest {after.digest}")
     print_fitted(fitted)
     return SUCCESS
 
 
-def _questions(paths: Sequence[Path], gate: Gate) -> dict[str, list[Example]]:
-    """By task, in the order of the gate's tasks.
+def _tasks(bundle: Bundle, source: str) -> tuple[str, ...]:
+    """Those of its gate, or that a first one would have. Raises BundleError: it can have none."""
+    if bundle.gate is not None:
+        return bundle.gate.tasks
+    if not bundle.metadata.tasks:
+        raise BundleError(f"{source}: a bundle without entries has nothing that a first gate could open for")
+    if bundle.metadata.weighting == "sqrt":
+        raise BundleError(f'{source}: a relevance gate needs another weighting than "sqrt"')
+    return bundle.metadata.tasks
+
+
+def _questions(paths: Sequence[Path], tasks: Sequence[str]) -> dict[str, list[Example]]:
+    """By task, in the order of `tasks`.
 
     Raises:
         TaskDataError: a file cannot be read.
-        ConfigError: a file holds several tasks or one that the gate does not have, or a task of the gate has no file.
+        ConfigError: a file holds several tasks or another one than the bundle's, or one of these has no file.
     """
     from ..data.examples import read_task
 
-    own: dict[str, list[Example]] = {task: [] for task in gate.tasks}
+    own: dict[str, list[Example]] = {task: [] for task in tasks}
     for path in paths:
         examples = read_task(path)
-        tasks = sorted({example.task for example in examples})
-        if len(tasks) > 1:
-            raise ConfigError(f"--task {path}: expected questions of one task, found {', '.join(map(repr, tasks))}")
-        if tasks[0] not in own:
-            raise ConfigError(f"--task {path}: the bundle does not have the task {tasks[0]!r}")
-        own[tasks[0]] += examples
+        found = sorted({example.task for example in examples})
+        if len(found) > 1:
+            raise ConfigError(f"--task {path}: expected questions of one task, found {', '.join(map(repr, found))}")
+        if found[0] not in own:
+            raise ConfigError(f"--task {path}: the bundle does not have the task {found[0]!r}")
+        own[found[0]] += examples
     if missing := next((task for task, examples in own.items() if not examples), None):
         raise ConfigError(f"there are no questions of the task {missing!r}, which the bundle has: give a --task of it")
     return own
 
 
-def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
-    """Add this command to the parser of `inducekv-bundle`."""
-    added = command("gate-fit", gate_fit)
-    added.add_argument("path", metavar="BUNDLE", type=Path, help="a bundle file; it is not changed")
-    added.add_argument("--model", required=True, help="model folder or Hugging Face id")
-    added.add_argument(
-        "--task", type=Path, action="append", required=True, metavar="FILE", help="questions of one task; repeatable"
-    )
-    added.add_argument("--base", type=Path, required=True, help="questions that the model answers well by itself")
-    add_fit_flags(added)
-    added.add_argument(
-        "--from-log", type=Path, metavar="LOG", help="a server's --gate-log: all its requests count as of no task"
-    )
-    added.add_argument("--device", default="cpu", help="torch device of the fit (default cpu)")
-    added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_bundle(parser)
+    add_model(parser)
+    text = "questions of one task; repeatable"
+    parser.add_argument("--task", type=Path, action="append", required=True, metavar="FILE", help=text)
+    add_base(parser)
+    parser.add_argument("--background", type=Path, metavar="FILE", help=BACKGROUND)
+    parser.add_argument("--not", dest="near_misses", type=Path, metavar="FILE", help=NEAR_MISSES)
+    add_flags(parser, {"": GateSettings}, FLAGS)
+    add_output(parser)

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 
 from ..runtime.files import require_output
-from .gate_questions import add_fit_flags, fit_settings, read_background_of
+from .common import SUCCESS, add_base, add_model, add_output
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
-SUCCESS = 0
-Command = Callable[[argparse.Namespace], int]
 
+def run(options: argparse.Namespace) -> int:
+    """Fit a gate that sends each request to its task's LoRA adapter, or to the untouched model, and write it.
 
-def route(options: argparse.Namespace) -> int:
-    """Fit a gate that sends each request to its task's LoRA adapter, or to the untouched model, and write it."""
-    settings = fit_settings(options)
+    `gate-fit` fits it again, with background requests, near-misses, or another share of missed questions.
+    """
     folders = [_task_adapter(argument) for argument in options.adapter]
-    questions = (options.base, options.background, options.near_misses, *(data for *_, data in folders))
-    require_output(options.output, *questions)
+    require_output(options.output, options.base, *(data for *_, data in folders))
     if twice := next((task for task, count in Counter(task for task, *_ in folders).items() if count > 1), None):
         raise ConfigError(f"--adapter gives the task {twice!r} twice")
 
@@ -33,21 +30,10 @@ def route(options: argparse.Namespace) -> int:
     from ..update.route import TaskAdapter, route_bundle
 
     base = read_task(options.base)
-    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
     adapters = {task: TaskAdapter(folder, read_task(data)) for task, folder, data in folders}
-    check_questions(
-        {task: adapter.examples for task, adapter in adapters.items()}, background, base, near_misses=near_misses
-    )
-    bundle, fitted = route_bundle(
-        load_backbone(options.model, options.device),
-        base,
-        adapters,
-        relative_to=options.output.parent,
-        settings=settings,
-        background=background,
-        near_misses=near_misses,
-        progress=True,
-    )
+    check_questions({task: adapter.examples for task, adapter in adapters.items()}, base=base)
+    backbone = load_backbone(options.model, options.device)
+    bundle, fitted = route_bundle(backbone, base, adapters, relative_to=options.output.parent, progress=True)
     write_bundle(bundle, options.output)
     print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
     print_fitted(fitted)
@@ -63,18 +49,9 @@ def _task_adapter(argument: str) -> tuple[str, Path, Path]:
     return task, Path(folder), Path(data)
 
 
-def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
-    """Add this command to the parser of `inducekv-bundle`."""
-    added = command("route", route)
-    added.add_argument("--model", required=True, help="model folder or Hugging Face id")
-    added.add_argument("--base", type=Path, required=True, help="questions that the model answers well by itself")
-    added.add_argument(
-        "--adapter",
-        action="append",
-        required=True,
-        metavar="TASK=DIR:FILE",
-        help="a task, the folder of its LoRA adapter as PEFT writes it, and task data; repeatable",
-    )
-    add_fit_flags(added)
-    added.add_argument("--device", default="cpu", help="torch device of the fit (default cpu)")
-    added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_base(parser)
+    text = "a task, the folder of its LoRA adapter as PEFT writes it, and task data; repeatable"
+    parser.add_argument("--adapter", action="append", required=True, metavar="TASK=DIR:FILE", help=text)
+    add_output(parser)

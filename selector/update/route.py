@@ -20,7 +20,6 @@ from inducekv_vllm.errors import BundleError
 from ..backbone.model import Backbone
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
-from ..gate.settings import GateSettings, fit_options
 from .settings import ROUTE
 
 
@@ -38,9 +37,6 @@ def route_bundle(
     adapters: Mapping[str, TaskAdapter],
     *,
     relative_to: Path,
-    settings: GateSettings,
-    background: Sequence[Example] = (),
-    near_misses: Sequence[Example] = (),
     progress: bool = False,
 ) -> tuple[Bundle, FittedGate]:
     """Fit a gate to questions of tasks and questions that need no adapter; answers are not used.
@@ -49,8 +45,6 @@ def route_bundle(
         base: questions that the model answers well by itself.
         adapters: by task.
         relative_to: the folder of the bundle; adapters below it are recorded relative to it.
-        background: requests that need no adapter, besides those of the package.
-        near_misses: requests that look like those of a task and are not.
 
     Raises:
         BundleError: an adapter cannot be read, is of another base, or belongs to two tasks.
@@ -58,21 +52,11 @@ def route_bundle(
     """
     records = tuple(_record(backbone, task, adapter.folder, relative_to) for task, adapter in adapters.items())
     own = {task: adapter.examples for task, adapter in adapters.items()}
-    fitted = fit_gate(
-        backbone,
-        own,
-        base,
-        background=background,
-        near_misses=near_misses,
-        progress=progress,
-        **fit_options(settings),
-    )
+    fitted = fit_gate(backbone, own, base, progress=progress)
     bundle = bundle_without_entries(
         backbone.fingerprint,
         recipe=ROUTE,
-        settings=settings.model_dump()
-        | fitted.recorded(base, background, near_misses)
-        | {"questions": {task: len(examples) for task, examples in own.items()}},
+        settings=fitted.recorded(base, (), ()) | {"questions": {task: len(examples) for task, examples in own.items()}},
         gate=fitted.gate,
         task_adapters=records,
     )

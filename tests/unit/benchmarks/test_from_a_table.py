@@ -75,21 +75,6 @@ def test_every_way_learns_once_and_is_reported(
     assert lora_flags(ways[-1:])[:3] == ["--enable-lora", "--max-lora-rank", "8"]
 
 
-def test_a_folder_of_an_earlier_version_is_refused(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its artifacts had a report, and the name of a function."""
-    artifact = {"kind": "none", "path": None, "stored_bytes": 0, "report": {}, "attach": None}
-    folder = tmp_path / "untouched"
-    folder.mkdir()
-    (folder / learned.LEARNED).write_text(json.dumps({"artifact": artifact, "seconds": 1.0}))
-    assert command.main(["--model", str(model), "--work", str(tmp_path), "--ways", "untouched"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{command.PROGRAM}: error: {folder}: another version of this benchmark has made it")
-    assert "has attach, kind, path, report, stored_bytes; expected kind, path, stored_bytes" in line
-    assert line.endswith("; start with a new folder for --work")
-
-
 def test_long_questions_have_their_length(model: Path) -> None:
     backbone = Backbone.load(model)
     made = long_questions(backbone, QUESTIONS, (200, 400), rounds=2, ways=3)

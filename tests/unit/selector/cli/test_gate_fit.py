@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from selector.backbone.model import Backbone
-from selector.backbone.token_values import evidence_of
 from selector.data.examples import read_task
 from selector.gate.background import read_background
 from selector.gate.fit import fit_gate
@@ -21,8 +19,6 @@ from tests.gates import bundle_behind
 from tests.task_data import questions_about, record, write_task
 from tests.tiny_families import FAMILIES
 from tests.unit.selector.cli.bundle_command import command, refuse, written
-
-OF_THE_RULE = ("gate_weights", "gate_thresholds")
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +55,6 @@ def files(model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path
     return Files(model_folders["llava"], tasks, tmp_path)
 
 
-def log_of(gate: Gate, rows: Sequence[Any], path: Path) -> Path:
-    lines = [{"gate": gate.token_digest, "evidence": row, "task": None} for row in rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 COLOURS = (
     "What colour is it? 3",
     "paint on the door?",
@@ -98,7 +88,7 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
     background = tmp_path / "requests.txt"
     background.write_text("".join(f"Open door {number}, please.\n" for number in range(5)))
     content = old.read_bytes()
-    options = ("--background", background, "--gate-misses", "0.05", "--seed", "4")
+    options = ("--background", background, "--gate-misses", "0.05")
     printed = command(*files.arguments(old, *options, tasks=("counts", "colours")))  # in any order
     assert old.read_bytes() == content
     after = read_bundle(files.new)
@@ -108,7 +98,7 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
     assert after.gate is not None
     assert bundle.gate is not None
     known, layers = {"background": read_background(background)}, bundle.gate.layers
-    expected = fit_gate(llava, own, read_task(files.tasks["base"]), **known, misses=0.05, seed=4, layers=layers)
+    expected = fit_gate(llava, own, read_task(files.tasks["base"]), **known, misses=0.05, layers=layers)
     for name, tensor in expected.gate.tensors().items():
         assert torch.equal(after.tensors()[name], tensor), name
 
@@ -120,46 +110,18 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
         assert kind in lines[3]
 
 
-def test_from_a_log_only_the_rule_is_fitted_again(
-    llava: Backbone, bundle: Bundle, gate: Gate, old: Path, files: Files, tmp_path: Path
-) -> None:
-    traffic = evidence_of(llava, gate, read_task(files.tasks["places"]))  # [12, H]
-    log = log_of(gate, traffic.tolist(), tmp_path / "gate.jsonl")
-    printed = command(*files.arguments(old, "--from-log", log))
+def test_a_first_gate(llava: Backbone, bundle: Bundle, files: Files, tmp_path: Path) -> None:
+    """A bundle without one gets the gate of a fit, and a gate that looks at no layers of another."""
+    plain = bundle.next(gate=None)
+    command(*files.arguments(written(plain, tmp_path / "plain.safetensors")))
     after = read_bundle(files.new)
-    counts = {"gate_misses": 0, "base_questions": 12, "background_requests": 0, "traffic_requests": 12}
-    assert_all_but_the_gate_is_kept(bundle, after, counts)
-    for name, tensor in bundle.tensors().items():
-        assert torch.equal(tensor, after.tensors()[name]) == (name not in OF_THE_RULE), name
-    assert after.metadata.gate is not None
-    assert after.metadata.gate.model_copy(update={"near": None}) == bundle.metadata.gate
+    own = {task: read_task(files.tasks[task]) for task in ("colours", "counts")}
+    expected = fit_gate(llava, own, read_task(files.tasks["base"]))
     assert after.gate is not None
-    assert after.gate.near is not None
-    assert after.gate.token_digest == gate.token_digest
-    assert (after.gate.thresholds > 0).all()
-    assert "traffic" in printed
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda line: line | {"gate": "0" * 64}, "line 2: it is of another gate (000000000000)"),
-        (lambda line: line | {"evidence": line["evidence"][1:]}, "line 2: 'evidence' must be 8 numbers from 0 to 1"),
-        (lambda line: line | {"evidence": [2.0] * 8}, "line 2: 'evidence' must be"),
-        (lambda line: line | {"evidence": [True] * 8}, "line 2: 'evidence' must be"),
-        (lambda line: {"evidence": line["evidence"]}, "line 2: expected an object with gate, evidence and task"),
-        (lambda line: [1], "line 2: expected an object"),
-        (lambda line: "{", "line 2: expected an object"),
-    ],
-)
-def test_a_log_that_cannot_be_used(
-    gate: Gate, old: Path, files: Files, tmp_path: Path, change: Any, problem: str
-) -> None:
-    good = {"gate": gate.token_digest, "evidence": [0.5] * 8, "task": "counts"}
-    log = tmp_path / "gate.jsonl"
-    log.write_text(f"{json.dumps(good)}\n{json.dumps(change(good))}\n")
-    assert problem in refuse(*files.arguments(old, "--from-log", log))
-    assert not files.new.exists()
+    for name, tensor in expected.gate.tensors().items():
+        assert torch.equal(after.tensors()[name], tensor), name
+    for name, tensor in plain.tensors().items():
+        assert torch.equal(after.tensors()[name], tensor), name
 
 
 def test_what_is_refused_leaves_nothing(
@@ -171,13 +133,12 @@ def test_what_is_refused_leaves_nothing(
     asked.write_text("Hi!\n")
     text = write_task(tmp_path / "text", [line | {"messages": [_says("Hi!")]} for line in _of("counts", "?")[:1]])
     for arguments, problem in (
-        (files.arguments(plain), "plain.safetensors: the bundle has no relevance gate"),
+        (files.arguments(plain), "plain.safetensors: a relevance gate needs another weighting"),
         (files.arguments(old, tasks=["colours"]), "there are no questions of the task 'counts', which the bundle has"),
         (files.arguments(old, tasks=["colours", "places"]), "the bundle does not have the task 'places'"),
         (files.arguments(old, "--task", mixed), "expected questions of one task, found 'colours', 'counts'"),
         (files.arguments(old, "--gate-misses", "0.6"), "gate_misses must be at most 0.5, found 0.6"),
         (files.arguments(old, "--gate-misses", "-0.1"), "gate_misses must be at least 0, found -0.1"),
-        (files.arguments(old, "--seed", str(2**63)), f"seed must be below {2**63}, found {2**63}"),
         (
             files.arguments(old, "--base", files.tasks["counts"]),
             "base question 'counts0' is also a question of the task 'counts'",
@@ -231,17 +192,6 @@ def test_near_misses_of_ones_own(tmp_path: Path) -> None:
     assert "given near-miss" in printed
     warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
     assert [f"warning: {warning}; docs/gate.md" for warning in expected.warnings] == warnings
-
-    log = log_of(after.gate, evidence_of(backbone, after.gate, read_task(paths["base"])).tolist(), tmp_path / "log")
-    old = new
-    new = tmp_path / "again.safetensors"
-    other = (*arguments(near_misses), "--from-log", log, "--gate-kind", "prototypes")
-    assert "expected --gate-kind classifiers" in refuse(*other)
-    command(*arguments(near_misses), "--from-log", log)
-    again = read_bundle(new)
-    assert again.gate is not None
-    assert again.metadata.settings["traffic_requests"] == 12
-    assert again.gate.token_digest == after.gate.token_digest
 
 
 def _asks(task: str, row: int, text: str) -> dict[str, Any]:
