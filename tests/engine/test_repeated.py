@@ -81,7 +81,7 @@ class Engine:
         prompt = require_rendered(offline.llm._preprocess_chat_one(asked.prompt.messages))
         memories = [AdaptedMemory(self.served.memories[name], asked.adapters) for name in asked.memories]
         specs = specs_for(memories, prompt, offline.config, offline._placeholders)
-        params = greedy(n=n, temperature=1e-3, max_tokens=40)  # vLLM has no greedy sampling of several
+        params = greedy(n=n, temperature=1.0, top_p=1e-6, max_tokens=40)  # of several, vLLM has no greedy sampling
         (output,) = offline._run([prompt], [with_specs(params, specs)], None)
         decided = Decided.without_worker(specs) or pop_decided(output)
         assert decided is not None

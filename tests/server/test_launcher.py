@@ -103,14 +103,12 @@ class TestArguments:
         args = handed("MODEL", "--worker-cls", "my.Worker", "--scheduler-cls", "my.Scheduler")
         assert (args.worker_cls, args.scheduler_cls) == ("my.Worker", "my.Scheduler")
 
-    def test_the_demo_stands_in_for_a_model(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Path
-    ) -> None:
+    def test_the_demo_stands_in_for_a_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         environment: dict[str, str] = {}
         args = handed("--port", "8001", environment=environment)
         assert (args.model_tag, environment) == (str(CHECKPOINT), {"VLLM_CPU_KVCACHE_SPACE": "1"})
         assert args.additional_config == {"inducekv": {"bundles": {"demo": str(BUNDLE)}}}
-        assert config("--memory", f"a={bundle}") == {"bundles": {"a": str(bundle)}}
+        assert config("--memory", f"a={BUNDLE}") == {"bundles": {"a": str(BUNDLE)}}
         assert config("MODEL") == {"bundles": {}}
         handed("MODEL", environment=(environment := {}))
         assert not environment
@@ -197,7 +195,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("argv", "message"),
         [
-            (["--memory", "a=BUNDLE"], "--memory a: .*: the bundle was made for another backbone"),
+            (["--memory", "a=BUNDLE"], "--memory a: .* was made for another backbone: architecture"),
             (["-pp", "2"], "InduceKV cannot serve memory with pipeline parallelism"),
             (["--mm-processor-cache-type", "shm"], "with --mm-processor-cache-type shm: its entries"),
             (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], "it would not wait for decisions; start"),
