@@ -33,7 +33,7 @@ from inducekv_vllm.vllm_seams.refused_start import end_start
 
 from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware
-from .bodies import BodyMiddleware, MemoryRoute, SagemakerMiddleware
+from .bodies import BodyMiddleware, MemoryRoute
 from .metrics import POOL_BYTES
 from .names import PIN
 from .registry import BundleRegistry
@@ -81,7 +81,6 @@ class InduceKVEndpoint:
         app.include_router(inspection.router)
         app.include_router(page.router)
         app.add_middleware(OwnerMiddleware)
-        app.add_middleware(SagemakerMiddleware)
         app.add_middleware(TurnMiddleware)
         app.add_middleware(BodyMiddleware)
         app.add_exception_handler(InduceKVError, refused)

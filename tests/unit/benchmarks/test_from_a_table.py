@@ -51,19 +51,17 @@ def test_every_way_learns_once_and_is_reported(
         "--base-train",
         str(base),
     ]
-    arguments += ["--results", str(tmp_path / "found.json")]
-    for _ in range(2):
-        assert command.main([*arguments, "--ways", *WAYS]) == 0
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    for file in files:
+        assert command.main([*arguments, "--ways", *WAYS, "--output", str(file)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    first, second = (json.loads(line) for line in printed if line.startswith("{"))
+    first, second = (json.loads(file.read_text()) for file in files)
     assert next(line for line in printed if line.startswith("| LoRA, rank 2 | 1 | |")).endswith(" | 0.02 (2.0) |")
     assert first == second  # the seconds too: nothing was learned again
     assert (first["rows"], first["questions"], first["base"]) == (80, 24, 4)
     assert first["methods"].keys() == WAYS.keys()
     assert all((each["bytes"] > 0) == (name != "untouched") for name, each in first["methods"].items())
-    written = json.loads((tmp_path / "found.json").read_text())
-    assert written.pop("machine")
-    assert written == first
+    assert first["machine"]
 
     (ways, *counts), _ = asked
     assert counts == [24, 4]

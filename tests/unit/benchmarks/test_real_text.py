@@ -100,7 +100,7 @@ def test_the_command_measures_both_halves_of_every_family(
     monkeypatch.setattr(base, "Packages", MadeUp)
     monkeypatch.setattr(base, "FAMILIES", {name: base.FAMILIES[name] for name in base.CHOSEN})
     out = tmp_path / "base.json"
-    assert base.main(["--model", str(model), "--questions", "2", "--out", str(out)]) == 0
+    assert base.main(["--model", str(model), "--questions", "2", "--output", str(out)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(out.read_text())
     assert list(printed["families"]) == list(base.CHOSEN)
