@@ -42,10 +42,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from .forbidden import forbidding
 from .protocol import DECISIONS, STARTS, BlockKey, Decided, DecideSpec, InjectionSpec, Start, parse_specs
-from .vllm_seams.config import InduceKVConfig
 from .vllm_seams.patches import patch
 
 NEVER = 1 << 60  # a step
+MOST_KNOWN = 4096  # decisions that are remembered
 EXTRA_KEYS = ("generate_block_hash_extra_keys", "generate_lookahead_block_hash_extra_keys")  # the latter since 0.33
 
 
@@ -87,9 +87,8 @@ class _Asked:
 class _MemoryRequests(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig()
         self.asked: dict[str, _Asked] = {}  # by request id
-        self.known: LRUCache[bytes, Decided] = LRUCache(config.decision_cache_entries)  # by `_identity`
+        self.known: LRUCache[bytes, Decided] = LRUCache(MOST_KNOWN)  # by `_identity`
         patch(self.kv_cache_manager.coordinator, "cache_blocks", lambda cache: partial(self._cache_blocks, cache))
         if self.enable_kv_cache_events:
             plain, lookahead = EXTRA_KEYS
@@ -175,8 +174,7 @@ class _MemoryRequests(Scheduler):
             self._drop_token(asked, request_id, output)
             self.encoder_cache_mismatch_reqs.add(request_id)  # vLLM ends these with an error
             return None
-        if self.known.maxsize:
-            self.known[asked.identity] = decided
+        self.known[asked.identity] = decided
         start = decided.start(request.num_prompt_tokens, request.mm_features if asked.lacks_media else None)
         if decided.same_pass:
             self._take_blocks(request, start)

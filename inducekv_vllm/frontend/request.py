@@ -217,7 +217,7 @@ def specs_for(
     Args:
         asked: the request's own memory first.
         prompt: rendered.
-        config: how many entries are retrieved, and whether the others stay in the softmax.
+        config: how many entries are retrieved.
         placeholders: the ids of tokens that stand for media.
         owner: who may share a decision.
         options: the request's.
@@ -226,20 +226,13 @@ def specs_for(
     if not any(each.memory.needs_decision for each in asked):
         return tuple(_injection(each.memory, prompt, placeholders) for each in asked)
     top_ks = [options.top_k or config.top_k, *(config.top_k for _ in asked[1:])]
-    return tuple(
-        _to_decide(each, top_k, config.remainder, owner, options.strictness)
-        for each, top_k in zip(asked, top_ks, strict=True)
-    )
+    return tuple(_to_decide(each, top_k, owner, options.strictness) for each, top_k in zip(asked, top_ks, strict=True))
 
 
-def _to_decide(
-    asked: AdaptedMemory, top_k: int | None, remainder: bool, owner: str, strictness: StrictnessName | None
-) -> DecideSpec:
+def _to_decide(asked: AdaptedMemory, top_k: int | None, owner: str, strictness: StrictnessName | None) -> DecideSpec:
     memory = asked.memory
     adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted(asked.task_adapters.items()))
-    return DecideSpec(
-        memory.digest, memory.retrieves, top_k, remainder, owner, adapters, strictness or memory.metadata.strictness
-    )
+    return DecideSpec(memory.digest, memory.retrieves, top_k, owner, adapters, strictness or memory.metadata.strictness)
 
 
 def _injection(memory: ServedBundle, prompt: EngineInput, placeholders: Collection[int]) -> InjectionSpec | None:
@@ -249,7 +242,7 @@ def _injection(memory: ServedBundle, prompt: EngineInput, placeholders: Collecti
     token_ids = cast(Sequence[int], cast(Mapping[str, Any], prompt)["prompt_token_ids"])  # [T]
     first_active = first_active_position(memory.metadata.activation_of(None), token_ids, placeholders)
     expired = memory.num_entries - len(alive)
-    return InjectionSpec(memory.digest, tuple(alive), (1.0,) * len(alive), False, first_active, expired)
+    return InjectionSpec(memory.digest, tuple(alive), (1.0,) * len(alive), first_active, expired)
 
 
 def with_specs(params: SamplingParams, specs: Sequence[Spec]) -> SamplingParams:

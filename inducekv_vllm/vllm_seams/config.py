@@ -33,14 +33,10 @@ class InduceKVConfig(BaseModel):
     max_memories: int | None = Field(default=None, ge=1, le=2)
     shared: str | None = None  # the name of the bundle that a request to any other one has as its second memory
     top_k: int | None = Field(default=None, ge=1)  # entries retrieved per request; None for all B
-    remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
     # The size of the resident pool, in entries of 8 tokens; it holds every loaded bundle.
     memory_pool_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
     # Of each worker: bundles that have left the pool, and may come back, stay in host memory up to this size.
     memory_host_bytes: int = Field(default=DEFAULT_HOST_BYTES, ge=0)
-    # GPUs: the most entries that one request reads. A bundle with more, for a task or without a gate, is refused.
-    memory_request_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
-    decision_cache_entries: int = Field(default=4096, ge=0)  # decisions cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)
     # Where bundles that nobody has loaded are looked up by name, when a request asks for them: server/resolvers.py.

@@ -120,11 +120,7 @@ def with_words(features: QueryFeatures, words: WordScores | None, asked: AskedQu
 def outcome_of(
     index: BundleIndex, spec: DecideSpec, lookup: LookupResult, token_ids: Sequence[int], placeholders: Collection[int]
 ) -> Untouched | InjectionSpec | TaskAdapter:
-    """What the request goes on with: entries, or the adapter of its task.
-
-    With `spec.remainder`, entries that were not retrieved stay in the softmax with alpha = 0. It has no effect for the
-    weighting "prior", in which alpha = 0 removes an entry.
-    """
+    """What the request goes on with: entries, or the adapter of its task."""
     gate = lookup.gate_decision
     task = None if gate is None else gate.task
     if (adapter := dict(spec.adapters).get(task or "")) is not None:
@@ -136,7 +132,6 @@ def outcome_of(
         bundle=index.metadata.digest,
         entries=tuple(retrieval.entries.tolist()),
         weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
-        remainder=spec.remainder and index.metadata.weighting == "sqrt",
         first_active=first_active_position(activation, token_ids, placeholders),
         expired=lookup.num_expired,
     )

@@ -23,7 +23,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..attention.host_bundle import HostBundle
-from ..attention.memory_attention import MemoryAttention, dtype_of, require_layers
+from ..attention.memory_attention import MOST_REQUEST_ENTRIES, MemoryAttention, dtype_of, require_layers
 from ..attention.pool import ENTRY_TOKENS, MemoryPool, PoolShape
 from ..attention.query_order import in_served_order
 from ..attention.resident_bundle import ResidentBundle, kv_heads_of_rank
@@ -138,7 +138,7 @@ class MemoryWorker(Worker):
             self.resident.release,
             lambda request_id: self._runner.process_logits(request_id),
         )
-        self.attention = self.make_attention(num_slots, self.settings.memory_request_entries)
+        self.attention = self.make_attention(num_slots, min(self.settings.memory_pool_entries, MOST_REQUEST_ENTRIES))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)

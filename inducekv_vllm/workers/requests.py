@@ -305,5 +305,5 @@ def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> EntryTerms:
         payload_tokens=bundle.payload_tokens,
         num_entries=bundle.num_entries,
         num_expired=spec.expired,
-        remainder=spec.remainder,
+        remainder=bundle.weighting == "sqrt",
     )

@@ -92,11 +92,11 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 
 
 def test_specs_survive_the_journey() -> None:
-    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, first_active=7)
+    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), first_active=7)
     found = FactFound(3, 0.98, (7, 8))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
-    decide = DecideSpec("digest", False, None, True)
-    asked = DecideSpec("digest", True, 4, False, "owner", adapters, "strict")
+    decide = DecideSpec("digest", False, None)
+    asked = DecideSpec("digest", True, 4, "owner", adapters, "strict")
     every: tuple[Specs, ...] = ((memory,), (replace(memory, bundle="other"), memory), (decide,), (asked, decide))
     for specs in every:
         assert parse_specs(json.loads(json.dumps({**extra_args_of(specs), "other": 1}))) == specs
@@ -117,12 +117,12 @@ def test_specs_survive_the_journey() -> None:
 
 
 def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> None:
-    spec = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True)
+    spec = InjectionSpec("digest", (3, 1), (0.75, 0.25))
     others = [
         replace(spec, bundle="other"),
         replace(spec, entries=(3, 2)),
         replace(spec, weights=(0.75, 0.25 + 2**-40)),
-        replace(spec, remainder=False),
+        replace(spec, expired=1),
         replace(spec, entries=(31,)),
     ]
     assert len({spec.content, *(other.content for other in others)}) == 6

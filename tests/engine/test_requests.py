@@ -84,10 +84,10 @@ def started(name: str, spec: Any) -> Any:
 
 
 def injection(bundle: str, first_active: int = 0, weight: float = 1.0) -> InjectionSpec:
-    return InjectionSpec(bundle, (0, 1), (weight, 1.0), False, first_active)
+    return InjectionSpec(bundle, (0, 1), (weight, 1.0), first_active)
 
 
-DECIDE = DecideSpec("first", False, None, False)
+DECIDE = DecideSpec("first", False, None)
 
 
 def test_slots_have_the_memory_of_running_requests() -> None:

@@ -119,7 +119,7 @@ class Engine:
     ) -> Request:
         """`changes` of the request's sampling parameters."""
         decided = Decided((decision,)) if isinstance(decision, Decision) else decision
-        specs = () if decided is None else (DecideSpec("digest", False, None, True, owner="o"),) * len(decided.each)
+        specs = () if decided is None else (DecideSpec("digest", False, None, owner="o"),) * len(decided.each)
         extra = extra_args_of(specs)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra, **changes)
         if decided is not None:
@@ -180,7 +180,7 @@ class Engine:
 
 
 def opened(first_active: int) -> Decision:
-    return Decision(InjectionSpec("digest", (1,), (1.0,), False, first_active), task="a", margins=(1.0,))
+    return Decision(InjectionSpec("digest", (1,), (1.0,), first_active), task="a", margins=(1.0,))
 
 
 def started(decision: Decision, redo_from: int) -> Start:
@@ -252,7 +252,7 @@ def test_a_full_last_block_is_shared_once_it_is_known_what_is_in_it(
 def opened_for(own: int | None, shared: int | None) -> Decided:
     """Two memories, each from its own position on, or behind a closed gate."""
     made = [
-        CLOSED if first is None else Decision(InjectionSpec(bundle, (1,), (1.0,), False, first), task="a")
+        CLOSED if first is None else Decision(InjectionSpec(bundle, (1,), (1.0,), first), task="a")
         for bundle, first in (("own", own), ("shared", shared))
     ]
     return Decided(tuple(made))
@@ -405,7 +405,7 @@ def test_a_request_with_two_memories_goes_back_to_where_the_first_one_begins(
 def test_blocks_tell_which_memories_act_in_them_and_in_which_order() -> None:
     """Tenants with one shared memory have its blocks in common, up to where their own begins."""
     engine, hashes = Engine(is_async=False), dict[str, list[bytes]]()
-    other = replace(opened(64), outcome=InjectionSpec("other", (1,), (1.0,), False, 64))
+    other = replace(opened(64), outcome=InjectionSpec("other", (1,), (1.0,), 64))
     asked = {
         "untouched": None,
         "acme": opened_for(own=64, shared=32),

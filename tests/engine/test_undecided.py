@@ -174,7 +174,7 @@ class Requests:
         self.cache = Cache(as_on_cpu)
         gate = ResidentGate.load(GATE, slice(0, J), D, True, CPU)
         self.bundle: Any = SimpleNamespace(gate=gate, picture_marks=picture_marks)
-        self.spec = DecideSpec("digest", retrieval, None, True)
+        self.spec = DecideSpec("digest", retrieval, None)
         self.table = WorkerRequests(Slots(2, lambda memory: None), lambda digest: self.bundle)
         self.values = self.cache.values()
         reader = PromptReader(self.values, {IMAGE}, lambda sums: sums, lambda features: features, CPU)
@@ -435,9 +435,9 @@ class Late:
 @pytest.mark.parametrize(
     ("decision", "does_join"),
     [
-        (Decision(InjectionSpec("d", (1,), (1.0,), False, 10)), True),
-        (Decision(InjectionSpec("d", (0, 1), (1.0, 1.0), False, 10)), False),  # layer 0 is computed
-        (Decision(InjectionSpec("d", (1,), (1.0,), False, 9)), False),  # so is an earlier token
+        (Decision(InjectionSpec("d", (1,), (1.0,), 10)), True),
+        (Decision(InjectionSpec("d", (0, 1), (1.0, 1.0), 10)), False),  # layer 0 is computed
+        (Decision(InjectionSpec("d", (1,), (1.0,), 9)), False),  # so is an earlier token
         (Decision(Untouched("outside")), False),
         (Decision(Untouched(), fact=FOUND), True),
         (Decision(TaskAdapter("a", 1, "/a"), fact=FOUND), False),
@@ -458,7 +458,7 @@ def test_two_memories_join_the_pass_together(
 ) -> None:
     """Or neither does."""
     outcomes = [
-        Untouched("outside") if each is None else InjectionSpec("d", (each[0],), (1.0,), False, each[1])
+        Untouched("outside") if each is None else InjectionSpec("d", (each[0],), (1.0,), each[1])
         for each in (own, shared)
     ]
     decided = Decided(tuple(Decision(outcome) for outcome in outcomes))

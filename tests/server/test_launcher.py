@@ -88,9 +88,9 @@ class TestArguments:
         assert handed("MODEL", flag).host != DEFAULT_HOST
 
     def test_a_users_additional_config_is_kept(self, bundle: Path) -> None:
-        users = json.dumps({"other": 1, "inducekv": {"bundles": {"b": str(bundle)}, "decision_cache_entries": 7}})
+        users = json.dumps({"other": 1, "inducekv": {"bundles": {"b": str(bundle)}, "keep_versions": 7}})
         args = handed("MODEL", f"--additional_config={users}", "--memory", f"a={bundle}")
-        ours = {"bundles": {"a": str(bundle), "b": str(bundle)}, "decision_cache_entries": 7}
+        ours = {"bundles": {"a": str(bundle), "b": str(bundle)}, "keep_versions": 7}
         assert args.additional_config == {"other": 1, "inducekv": ours}
 
     def test_a_shared_bundle_is_a_second_memory(self, bundle: Path) -> None:
