@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.geometries import Geometry
-from inducekv_vllm.attention.kernels import launch, twin
+from benchmarks.kernels import twin
+from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.geometry import KernelGeometry, MemoryRows
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
 from inducekv_vllm.attention.kernels.tiles import IntArray, LaunchShape, Processors, StepPlan, plan_tiles

@@ -137,7 +137,7 @@ def outcome_of(
     )
 
 
-class Decisions:
+class StepDecisions:
     """See the module docstring. The worker calls every method in the order of its steps."""
 
     def __init__(

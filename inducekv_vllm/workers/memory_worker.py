@@ -44,7 +44,7 @@ from ..vllm_seams.requirements import check_engine
 from ..vllm_seams.runner import RunnerTables, StepRows, follow_runner
 from .answering import register
 from .cached_values import CachedValues
-from .decisions import Deciding, Decisions
+from .decisions import Deciding, StepDecisions
 from .prompts import PromptReader
 from .refusals import check_bundle, kind_of, served_heads
 from .requests import WorkerRequests, acting_rows
@@ -84,7 +84,7 @@ class MemoryWorker(Worker):
         self.requests: WorkerRequests
         self.attention: MemoryAttention
         self.cached_values: CachedValues
-        self.decisions: Decisions
+        self.decisions: StepDecisions
         self._device: Device
         self._runner: RunnerTables
 
@@ -159,7 +159,7 @@ class MemoryWorker(Worker):
             self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._all_heads, self._device
         )
         is_first, is_alone = get_tensor_model_parallel_rank() == 0, get_tensor_model_parallel_world_size() == 1
-        self.decisions = Decisions(
+        self.decisions = StepDecisions(
             self.requests,
             prompts,
             Deciding(placeholders) if is_first else None,

@@ -19,11 +19,12 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from benchmarks.kernels import twin
 from inducekv_vllm.attention.cpu_ops import packed_values
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import GraphKind, StepLaunch
 from inducekv_vllm.attention.kernel_tables import KernelTables
-from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
 from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors
 from inducekv_vllm.attention.memory_attention import MemoryAttention

@@ -35,7 +35,7 @@ from inducekv_vllm.protocol import (
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers import prompts
 from inducekv_vllm.workers.cached_values import CachedValues
-from inducekv_vllm.workers.decisions import Deciding, Decisions, joins
+from inducekv_vllm.workers.decisions import Deciding, StepDecisions, joins
 from inducekv_vllm.workers.prompts import PromptReader
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.bundles import D, J, random_gate
@@ -179,7 +179,7 @@ class Requests:
         self.values = self.cache.values()
         reader = PromptReader(self.values, {IMAGE}, lambda sums: sums, lambda features: features, CPU)
         attention: Any = None
-        self.decisions = Decisions(self.table, reader, None, attention, {IMAGE}, is_alone=True)
+        self.decisions = StepDecisions(self.table, reader, None, attention, {IMAGE}, is_alone=True)
 
     def start(self, request_id: str, blocks: list[list[int]]) -> None:
         params = SamplingParams(extra_args=extra_args_of((self.spec,)))

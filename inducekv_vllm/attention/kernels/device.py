@@ -1,4 +1,4 @@
-"""The kernel. `launch.py` calls it, `twin.py` has the same in plain torch, and the package has the formulas.
+"""The kernel. `launch.py` calls it, `benchmarks/kernels/twin.py` is it in plain torch, the package has the formulas.
 
 Lane i of a tile is head i % LANES of its KV head, in row i // LANES. Logits are kept in units of log2, for exp2.
 Constants: G, V and J as in the package; Z = D - V numbers of a key stand behind the first V; VP and ZP are V and Z

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import twin
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import GraphKind
 from inducekv_vllm.attention.kernel_tables import KernelTables
-from inducekv_vllm.attention.kernels import twin
 from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.merged.cpu import prefill_memory_attention
 from inducekv_vllm.attention.merged.merge import merge_memory

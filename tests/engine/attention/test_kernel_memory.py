@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton import OutOfResources
 
+from benchmarks.kernels import twin
 from inducekv_vllm.attention import kernel_memory
 from inducekv_vllm.attention.attach import attach
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep, active_rows
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import GraphKind, rows_with_memory
 from inducekv_vllm.attention.kernel_tables import KernelTables
-from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.latent import LatentLayer, attach_latent
 from inducekv_vllm.attention.pool import PoolShape

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inducekv_vllm.attention.kernels import launch, twin
+from benchmarks.kernels import twin
+from inducekv_vllm.attention.kernels import launch
 
 from .problems import SCALE, TOLERANCE, Geometry, Memory, Problem, by_loops, deviation, make, same_bits
 

@@ -1,4 +1,6 @@
-"""The kernels in plain PyTorch, tile by tile, for any device. Same arguments, same results. Shapes: see the package.
+"""The kernels in plain PyTorch, tile by tile, for any device. Same arguments, same results.
+
+Shapes: see `inducekv_vllm.attention.kernels`.
 
 Letters here: n rows of a tile, s tokens that are read, k map rows.
 """
@@ -8,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layout import LayerPool, SlotTables, StepTensors
-from .tiles import LaunchShape
+from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
+from inducekv_vllm.attention.kernels.tiles import LaunchShape
 
 Partial = tuple[Tensor, Tensor, Tensor]  # largest logit [n, H], sum of exp(logit - largest) [n, H], values [n, H, V]
 
