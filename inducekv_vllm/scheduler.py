@@ -91,10 +91,7 @@ class _MemoryRequests(Scheduler):
         self.known: LRUCache[bytes, Decided] = LRUCache(MOST_KNOWN)  # by `_identity`
         patch(self.kv_cache_manager.coordinator, "cache_blocks", lambda cache: partial(self._cache_blocks, cache))
         if self.enable_kv_cache_events:
-            plain, lookahead = EXTRA_KEYS
-            for name in (plain, lookahead) if hasattr(block_pool, lookahead) else (plain,):
-                generate = getattr(kv_cache_utils, name)  # untouched, however many schedulers a process has
-                patch(block_pool, name, lambda _, generate=generate: with_memory_keys(generate))
+            tell_events_of_memory()
 
     # ---- the steps of a request, in their order ------------------------------------------------------------------
 
@@ -316,11 +313,18 @@ def lookahead_of(config: Any) -> int:
     return int(getattr(config, "num_hash_lookahead_tokens", 0))
 
 
-def with_memory_keys(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """One of vLLM's `EXTRA_KEYS` for its KV cache events, with the memory.
-
-    Who tells blocks by their tokens and these keys must not take one with memory for an untouched one.
+def tell_events_of_memory() -> None:
+    """Let vLLM's KV cache events have the memory: who tells blocks by their tokens and these keys must not take one
+    with memory for an untouched one.
     """
+    plain, lookahead = EXTRA_KEYS
+    patch(block_pool, plain, lambda _: with_memory_keys(getattr(kv_cache_utils, plain)))
+    if hasattr(block_pool, lookahead):
+        patch(block_pool, lookahead, lambda _: with_memory_keys(getattr(kv_cache_utils, lookahead)))
+
+
+def with_memory_keys(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """One of vLLM's `EXTRA_KEYS`, with the memory."""
 
     @wraps(generate)
     def extra_keys(
