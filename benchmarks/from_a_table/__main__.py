@@ -13,8 +13,8 @@ from benchmarks.from_a_table.learned import WAYS, Rows, learned
 from benchmarks.from_a_table.table import table
 from benchmarks.record import keep, parser_of
 from inducekv_vllm.errors import InduceKVError
+from selector.cli.columns import ColumnOptions
 from selector.data.examples import read_task
-from selector.data.records import Columns
 
 TABLES = Path(__file__).parents[2] / "docs" / "examples" / "support"
 PROGRAM = "python -m benchmarks.from_a_table"
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    columns = Columns(options.prompt_column, options.answer_column, task="support")
+    columns = ColumnOptions(columns=options.columns, task_name="support").of_table()
     questions = read_task(options.questions, columns)
     base = read_task(options.base) if options.base else []
     gate = read_task(options.base_train) if options.base_train else []
@@ -66,8 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", type=Path, default=TABLES / "test.csv")
     parser.add_argument("--base", type=Path, help="task data that the model answers well by itself")
     parser.add_argument("--base-train", type=Path, help="others like them, for the gate")
-    parser.add_argument("--prompt-column", default="ticket")
-    parser.add_argument("--answer-column", default="team")
+    parser.add_argument("--columns", default="prompt=ticket,answer=team")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of a question's prompt, in tokens")
     parser.add_argument("--rounds", type=int, default=6, help="requests of each way and length")

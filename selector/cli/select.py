@@ -109,10 +109,10 @@ def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle 
         )
     return TaskRequest(
         load=partial(_load, options),
-        examples=read_task(options.task, options.columns()) if options.task else (),
-        validation=read_task(options.validation, options.columns()) if options.validation else None,
+        examples=read_task(options.task, options.of_table()) if options.task else (),
+        validation=read_task(options.validation, options.of_table()) if options.validation else None,
         settings=settings,
-        base=read_task(options.base, options.columns().of_others()) if options.base else (),
+        base=read_task(options.base, options.of_table().of_others()) if options.base else (),
         background=read_background_of(options.background),
         near_misses=read_background_of(options.near_misses),
         previous=previous,

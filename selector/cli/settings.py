@@ -50,7 +50,7 @@ FIRST: Final = (  # the flags that matter first
 )
 OF_TASKS: Final = (  # and not of documents
     *("recipe", "validation", "anchors", "anchor_policy", "anchors_per_task", "replace", "preset", "log_dir"),
-    *("prompt_column", "answer_column", "image_column"),
+    "columns",
 )
 
 
