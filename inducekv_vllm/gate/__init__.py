@@ -8,7 +8,6 @@ functions.
 """
 
 from .clauses import ends_clause, runs_of_tokens
-from .digest import token_digest
 from .evidence import (
     PIECE,
     WINDOW,
@@ -49,6 +48,5 @@ __all__ = [
     "last_averaged",
     "prompt_evidence",
     "runs_of_tokens",
-    "token_digest",
     "turn_starts",
 ]
