@@ -113,10 +113,11 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm.model_executor.layers.attention:Attention": ("_q_scale",),
     },
     "inducekv_vllm/attention/merged/flash.py": {
-        "vllm.model_executor.layers.attention:Attention": ("_k_scale", "_q_scale", "_v_scale"),
+        "vllm.model_executor.layers.attention:Attention": ("_q_scale",),
+        "vllm.model_executor.layers.attention.attention:set_default_quant_scales": ("layer",),
     },
     "inducekv_vllm/workers/cached_values.py": {
-        "vllm.model_executor.layers.attention:Attention": ("_v_scale",),
+        "vllm.model_executor.layers.attention.attention:set_default_quant_scales": ("layer",),
     },
     "inducekv_vllm/attention/latent.py": {
         "vllm.model_executor.layers.attention:MLAAttention.forward_impl": (

@@ -50,15 +50,17 @@ def test_a_request_without_an_adapter_gets_anothers() -> None:
     assert not torch.allclose(found[[0, 2]], y[[0, 2]])
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_queries_by_heads_are_rotated_wrongly_beside_keys_of_one_head(kv_heads: int) -> None:
-    """[T, H, D] with keys [T, 1, D], as latent attention has them; with keys of more heads they are right."""
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_queries_are_rotated_wrongly_by_heads(is_flat: bool) -> None:
+    """[T, H, D], as latent attention and LFM2 have them; flat ones [T, H D] are right."""
     with set_current_vllm_config(VllmConfig()):
         rotation = RotaryEmbedding(16, 16, 64, 10000.0, True, torch.float32)
-    query, key, at = torch.randn(5, 4, 16), torch.randn(5, kv_heads, 16), torch.arange(5)
+    query, key, at = torch.randn(5, 4, 16), torch.randn(5, 1, 16), torch.arange(5)
+    if is_flat:
+        query, key = query.flatten(1), key.flatten(1)
     expected, _ = rotation.forward_native(at, query.clone(), key.clone())
     found, _ = rotation.forward_cpu(at, query.clone(), key.clone())
-    assert torch.allclose(found, expected, atol=1e-5) == (kv_heads > 1)
+    assert torch.allclose(found, expected, atol=1e-5) == is_flat
 
 
 @pytest.mark.parametrize(

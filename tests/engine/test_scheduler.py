@@ -119,7 +119,10 @@ class Engine:
     ) -> Request:
         """`changes` of the request's sampling parameters."""
         decided = Decided((decision,)) if isinstance(decision, Decision) else decision
-        specs = () if decided is None else (DecideSpec("digest", False, None, owner="o"),) * len(decided.each)
+        given = () if decided is None else decided.each
+        others = ("own", "shared") if len(given) > 1 else ("digest",)
+        bundles = [each.injection.bundle if each.injection else name for each, name in zip(given, others, strict=False)]
+        specs = tuple(DecideSpec(name, False, None, owner="o") for name in bundles)
         extra = extra_args_of(specs)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra, **changes)
         if decided is not None:
