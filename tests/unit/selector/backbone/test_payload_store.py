@@ -1,14 +1,8 @@
-"""The candidates' payloads on disk: the same numbers as in memory, in less memory, whatever happens on the way."""
+"""The candidates' payloads on disk: the same numbers as in memory, whatever happens on the way."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import resource
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +15,12 @@ from selector.backbone import extraction
 from selector.backbone.extraction import Extraction, extract
 from selector.backbone.model import Backbone
 from selector.backbone.payload_store import PayloadStore
-from selector.backbone.scoring import Questions, Scorer
-from selector.backbone.tiled_attention import tiled_attention
-from selector.data.examples import Example, read_task
-from selector.paper.calibration import Calibration, leaf
+from selector.data.examples import Example
 from selector.paper.candidate_pool import CandidatePool
-from selector.paper.objective import Objective
-from selector.runtime.phases import status_bytes
 from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
-from tests.unit.selector.stream import SELECT, Stream, kill_when
 
 M = 3
-COUNT, LONG = 160, 512  # candidates and payload tokens of a pool that is large beside everything else
-POOL_BYTES = 2 * 3 * COUNT * 2 * LONG * 64 * 2  # keys and values; layers, KV heads, head size and bytes of float16
 
 
 @pytest.fixture(scope="module")
@@ -127,88 +113,6 @@ def test_extraction_goes_on_after_the_last_whole_shard(
             assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
-def candidates_of(examples: list[Example], backbone: Backbone, folder: Path | None) -> CandidatePool:
-    """Long ones, in `folder` or in memory."""
-    pool = open_pool(folder, backbone, len(examples), m=LONG) if folder else None
-    extracted = extract(backbone, examples, LONG, payload_dtype=torch.float16, store=pool)
-    return CandidatePool.join(None, extracted, examples)
-
-
-def loss_and_gradients(backbone: Backbone, candidates: CandidatePool, examples: list[Example]) -> list[Any]:
-    """Under all candidates with equal weights; the gradients by the weights and by the calibration."""
-    questions = Questions(examples[:2], candidates.keys[:2])
-    objective = Objective(Scorer(backbone), candidates, questions, questions, 4, "sqrt", 2, 0)
-    weights = leaf(torch.full((len(candidates),), 4 / len(candidates), dtype=torch.float64))
-    phi = leaf(Calibration.initial(backbone.num_layers).phi)
-    with tiled_attention(backbone):
-        loss = objective.current_loss(weights, phi, (0,))
-        gradients = torch.autograd.grad(loss, (weights, phi))
-    return [tensor.tolist() for tensor in (loss, *gradients)]
-
-
-def measure(model: Path, task: Path, folder: Path | None, limit: int | None) -> tuple[int, list[Any]]:
-    """What a pool in `folder`, or in memory, adds to this process's peak of memory; and numbers that it leads to.
-
-    With a limit the system refuses more than so many bytes of private memory beyond what a first small pool has needed;
-    maps of files are no private memory.
-    """
-    torch.set_num_threads(1)
-    backbone, examples = Backbone.load(model), read_task(task)
-    many = [replace(examples[number % len(examples)], id=f"c{number}") for number in range(COUNT)]
-    # What loading and the first passes allocate is not the pool's.
-    loss_and_gradients(backbone, candidates_of(many[:16], backbone, folder and folder / "first"), many)
-    if limit:
-        allowed = status_bytes("VmData") + limit
-        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    before = status_bytes("VmHWM")
-    candidates = candidates_of(many, backbone, folder and folder / "all")
-    taken = candidates.take(torch.arange(0, COUNT, COUNT // 8))
-    growth = status_bytes("VmHWM") - before
-    assert candidates.payload_keys.nbytes + candidates.payload_values.nbytes == POOL_BYTES
-    digest = hashlib.sha256()
-    for tensor in (taken.keys, taken.payload_keys, taken.payload_values):
-        digest.update(tensor.numpy().tobytes())
-    return growth, [digest.hexdigest(), *loss_and_gradients(backbone, candidates, many)]
-
-
-@pytest.mark.slow
-def test_it_takes_less_memory_than_it_has_bytes(
-    model_folders: dict[str, Path], task_file: Path, tmp_path: Path
-) -> None:
-    """In a process of its own, with the pool on disk and, to show that the measure sees it, in memory.
-
-    Extraction and the shortlist by the process's peak, in which the system counts what is mapped; the pass over all
-    candidates by a limit on private memory, in which it does not.
-    """
-    limit = 35 * 2**20
-    assert limit < 0.3 * POOL_BYTES
-
-    def in_a_process(*arguments: Any) -> tuple[int, list[Any]]:
-        with ProcessPoolExecutor(1, get_context("spawn")) as executor:
-            return executor.submit(measure, model_folders["llava"], task_file, *arguments).result()
-
-    growth_on_disk, numbers_on_disk = in_a_process(tmp_path, limit)
-    growth_in_memory, numbers_in_memory = in_a_process(None, None)
-    assert growth_in_memory > 0.8 * POOL_BYTES
-    assert growth_on_disk < 0.25 * POOL_BYTES
-    assert numbers_on_disk == numbers_in_memory
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """The system refuses files above 32 KiB, as it refuses all on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_no_room_on_the_disk(llava: Backbone, tmp_path: Path, small_files: None) -> None:
-    with pytest.raises(ConfigError, match=r"cannot keep the candidates' payloads here, 52\.7 MiB: .*File too large"):
-        open_pool(tmp_path / "pool", llava, 12_000)
-    assert not (tmp_path / "pool").exists()
-
-
 def test_a_disk_that_fails_on_the_way(
     llava: Backbone, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,14 +129,3 @@ def test_a_disk_that_fails_on_the_way(
     with pytest.raises(ConfigError, match=r"cannot keep the candidates' payloads here, .*No space left on device"):
         extract(llava, examples, M, batch_size=4, store=pool)
     assert not pool.folder.exists()
-
-
-@pytest.mark.slow  # interrupted above; test_select_refined.py kills the default recipe
-def test_killed_while_it_extracts_it_ends_with_the_same_digest(stream: Stream) -> None:
-    options = ("--payload-tokens", "256", "--iterations", "1", "--batch-size", "1")
-    pool = stream.progress("colours") / "pool"
-    kill_when((pool / "payload_values.f16").exists, SELECT, *stream.arguments("colours", *options))
-    assert pool.exists()
-    assert not (pool / "retrieval_keys-0.safetensors").exists(), "it was killed too late"
-    assert stream.update("colours", *options).digest == stream.update("colours", *options).digest
-    assert not pool.parent.exists()
