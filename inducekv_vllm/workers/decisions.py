@@ -84,8 +84,7 @@ class Deciding:
         gate, retrieval = lookup.gate_decision, lookup.retrieval
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
-        strictness = None if facts is None else memory.spec.strictness
-        found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture, strictness)
+        found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture)
         if isinstance(found, FactFound) and found.withheld is None:
             found = replace(found, withheld=why_forbidden(request.params, found.token_ids))
         return Decision(
@@ -96,7 +95,6 @@ class Deciding:
             valid_until=expiry.timestamp() if expiry is not None else None,
             fact=found if isinstance(found, FactFound) else None,
             missed=found if isinstance(found, FactMissed) else None,
-            strictness=strictness,
         )
 
 

@@ -73,7 +73,7 @@ class Engine:
 
     def teach(self, name: str, facts: Sequence[FactRecord], before: ServedBundle | None = None) -> None:
         path = self.folder / f"{name}.safetensors"
-        self.served.memories[name] = self.served.offline.teach(facts, path, before)
+        self.served.memories[name], _ = self.served.offline.teach(facts, path, before)
 
     def ask(self, asked: Asked, n: int = 1) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Tokens and log-probabilities of each of `n` answers."""

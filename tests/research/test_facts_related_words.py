@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from benchmarks.research.facts.related_words import written
 from inducekv_vllm.facts.language import RELATED_WORDS, languages
-from selector.gate.related_words import written
 
 
 def test_the_stored_table() -> None:
