@@ -63,8 +63,8 @@ class Asked:
 
 
 class Engine:
-    def __init__(self, served: MemoryEngine, folder: Path) -> None:
-        self.served, self.folder = served, folder
+    def __init__(self, served: MemoryEngine, folder: Path, *, has_drafts: bool) -> None:
+        self.served, self.folder, self.has_drafts = served, folder, has_drafts
 
     def load(self, name: str, **changes: Any) -> None:
         path = self.folder / f"{name}.safetensors"
@@ -76,19 +76,26 @@ class Engine:
         self.served.memories[name], _ = self.served.offline.teach(facts, path, before)
 
     def ask(self, asked: Asked, n: int = 1) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Tokens and log-probabilities of each of `n` answers."""
+        """Tokens and log-probabilities of each of `n` answers: with drafts to as many requests, otherwise to one.
+
+        vLLM has no greedy sampling of several, and beside drafts no other way to the likeliest token.
+        """
         offline = self.served.offline
         prompt = require_rendered(offline.llm._preprocess_chat_one(asked.prompt.messages))
         memories = [AdaptedMemory(self.served.memories[name], asked.adapters) for name in asked.memories]
         specs = specs_for(memories, prompt, offline.config, offline._placeholders)
-        params = greedy(n=n, temperature=1.0, top_p=1e-6, max_tokens=40)  # of several, vLLM has no greedy sampling
-        (output,) = offline._run([prompt], [with_specs(params, specs)], None)
-        decided = Decided.without_worker(specs) or pop_decided(output)
-        assert decided is not None
-        assert decided.error is None
-        assert asked.outcome(decided), decided
-        assert len(output.outputs) == n
-        return map(served_logprobs, output.outputs)
+        likeliest = {"n": n, "temperature": 1.0, "top_p": 1e-6} if n > 1 and not self.has_drafts else {}
+        count = 1 if likeliest else n
+        params = with_specs(greedy(max_tokens=40, **likeliest), specs)
+        outputs = offline._run([prompt] * count, [params] * count, None)
+        for output in outputs:
+            decided = Decided.without_worker(specs) or pop_decided(output)
+            assert decided is not None
+            assert decided.error is None
+            assert asked.outcome(decided), decided
+        answers = [answer for output in outputs for answer in output.outputs]
+        assert len(answers) == n
+        return map(served_logprobs, answers)
 
 
 def injected(decided: Decided) -> bool:
@@ -140,7 +147,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def asking(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     options = {**OPTIONS, **(DRAFTS if request.param == "drafts" else LORA)}
     with engine(world.model, environment=FEWER_PROCESSES, **options) as llm:
-        asking = Engine(MemoryEngine(world, llm), tmp_path_factory.mktemp("bundles"))
+        asking = Engine(
+            MemoryEngine(world, llm), tmp_path_factory.mktemp("bundles"), has_drafts=request.param == "drafts"
+        )
         asking.load("gated")
         asking.load("late", last_layer=2, **silent_below(world, 2, map_rank=3))
         asking.load("weighted", form="decoupled", weighting="prior", activations={"a": "prompt", "b": "text"})
