@@ -67,21 +67,6 @@ def prototypes_of(num_tasks: int) -> int:
     return max(PROTOTYPES, PROTOTYPES_A_TASK * num_tasks)
 
 
-def gate_bytes(num_tasks: int, features: int, layers: int = 2) -> int:
-    """Bytes of a relevance gate: prototypes [S, P, F] in float16; center, scale, floors and the rule in float32.
-
-    Args:
-        num_tasks: C; 0 for no gate.
-        features: F.
-        layers: S.
-    """
-    if num_tasks == 0:
-        return 0
-    H = layers * prototypes_of(num_tasks)
-    numbers = 2 * layers * features + H + num_tasks * (H + 1)  # center and scale, floors, weights and thresholds
-    return FLOAT16_BYTES * H * features + FLOAT32_BYTES * numbers
-
-
 def plan(
     geometry: TextGeometry,
     payload_tokens: int = 8,
