@@ -19,10 +19,12 @@ from inducekv_vllm.models.deepseek_vl2_config import CHAT_TEMPLATE, DeepseekVL2C
 from inducekv_vllm.models.llava_onevision1_5 import LLaVAOneVision1_5_ForConditionalGeneration
 from inducekv_vllm.models.llava_onevision1_5_config import LlavaOnevision15Config
 from tests.tiny_models import (
+    FOUR_EXPERTS,
     HEADS,
     HIDDEN,
     PICTURE_SIZE,
     QWEN_TOWER,
+    TEXT_SIZES,
     TOWER,
     byte_tokenizer,
     picture_template,
@@ -36,25 +38,13 @@ from tests.tiny_models import (
 )
 
 SMALL_TIMM = {"img_size": 56, "embed_dim": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
-TEXT_SIZES = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "num_hidden_layers": 3,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
 THREE_QUERY_HEADS = TEXT_SIZES | {"num_attention_heads": 6}  # for each KV head: no power of two
 QWEN2_HIDDEN = 128  # vLLM's Qwen2 has heads of hidden size / query heads, and its CPU attention none below 32
 QWEN2_SIZES = {"hidden_size": QWEN2_HIDDEN, "intermediate_size": 192, "head_dim": QWEN2_HIDDEN // HEADS}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+EXPERTS = FOUR_EXPERTS | {"norm_topk_prob": True}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN2_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 64}
-AFMOE_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
+AFMOE_EXPERTS = FOUR_EXPERTS | {
     "num_shared_experts": 1,
     "num_dense_layers": 1,
     "route_scale": 2.0,
@@ -65,40 +55,29 @@ AFMOE_EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
-GLM_EXPERTS = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "use_qk_norm": True,
-    "num_mtp_layers": 0,
-}
+ROUTED_EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GLM_EXPERTS = ROUTED_EXPERTS | {"use_qk_norm": True, "num_mtp_layers": 0}
 HUNYUAN_ROPE = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}}
 HUNYUAN_EXPERTS = {"num_experts": 4, "moe_topk": 2}
-HY_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
+HY_EXPERTS = FOUR_EXPERTS | {
     "num_shared_experts": 1,
-    "moe_intermediate_size": 64,
     # As its published settings have it, which transformers' class does not name.
     "first_k_dense_replace": 1,
     "expert_hidden_dim": 64,
     "route_norm": True,
     "qk_norm": True,
 }
-MINISTRAL_ROPE = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
+MINISTRAL_ROPE = {"rope_parameters": YARN | {"rope_theta": 1e6, "factor": 16.0, "llama_4_scaling_beta": 0.1}}
 MULTIPLIERS = {
     "embedding_multiplier": 2.0,
     "logits_scaling": 2.0,
@@ -118,11 +97,8 @@ GLOBAL_HEADS = {
     "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 0,
 }
-LAGUNA = {
+LAGUNA = FOUR_EXPERTS | {
     "num_attention_heads_per_layer": [4, 8, 8, 4],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "moe_routed_scaling_factor": 2.0,
 }
@@ -151,13 +127,10 @@ LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, 
 LATENT_SIZES = {
     **{name: size for name, size in TEXT_SIZES.items() if name != "head_dim"},
     **LATENTS,
+    **ROUTED_EXPERTS,
     "num_hidden_layers": 4,
     "num_key_value_heads": HEADS,
     "tie_word_embeddings": False,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
 }
@@ -173,18 +146,6 @@ ON_CPUS: dict[str, Any] = {
 
 def save_text(folder: str | Path, config: type[Any], **settings: Any) -> Path:
     return save_tiny_text_model(folder, lambda **numbers: config(**settings, **numbers))
-
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 
 
 def save_deepseek_v3(folder: str | Path, config: type[Any] = hf.DeepseekV3Config, **settings: Any) -> Path:

@@ -9,11 +9,12 @@ from typing import Any
 import transformers as hf
 
 from tests.tiny_models import (
-    HEAD_DIM,
+    FOUR_EXPERTS,
     HEADS,
     HIDDEN,
     KV_HEADS,
     QWEN_TOWER,
+    TEXT_SIZES,
     qwen_vl_tokenizer,
     save_random,
     save_tiny_text_model,
@@ -29,22 +30,16 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-_QWEN: dict[str, Any] = _TEXT | {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "head_dim": HEAD_DIM,
+_QWEN: dict[str, Any] = {
+    **TEXT_SIZES,
+    **_TEXT,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,  # vLLM's operator on CPUs takes no smaller ones
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
+_EXPERTS = FOUR_EXPERTS | {"shared_expert_intermediate_size": 64}
 
 
 def kinds(other: str) -> list[str]:

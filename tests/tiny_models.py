@@ -23,6 +23,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 PICTURE_SIZE = 48
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 96, 3, 4, 2, 64
+TEXT_SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 4096,
+}
+FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # Of what sees pictures; two heads, so that two tensor-parallel ranks can share them.
 TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 QWEN_TOWER = {"hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 2, "patch_size": 8}
@@ -115,12 +125,7 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
 def save_tiny_text_model(folder: str | Path, make_config: Callable[..., hf.PretrainedConfig], *, seed: int = 0) -> Path:
     """A text-only model of any architecture; `make_config` takes the tokenizer's numbers."""
     tokenizer = byte_tokenizer([], _TEXT_TEMPLATE)
-    config = make_config(
-        vocab_size=len(tokenizer),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = make_config(**numbers_of(tokenizer))
     return save_random(hf.AutoModelForCausalLM.from_config, config, tokenizer, Path(folder), seed)
 
 
@@ -154,19 +159,12 @@ def picture_template(mark: str) -> str:
 
 def text_sizes(tokenizer: hf.PreTrainedTokenizerFast) -> dict[str, Any]:
     """Settings of a text model that all families name alike."""
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 4096,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    return TEXT_SIZES | numbers_of(tokenizer)
+
+
+def numbers_of(tokenizer: hf.PreTrainedTokenizerFast) -> dict[str, Any]:
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {"vocab_size": len(tokenizer), **ends}
 
 
 def qwen_vl_tokenizer() -> tuple[hf.PreTrainedTokenizerFast, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""`inducekv-bundle teach`: the next version of a bundle with more facts, or without some; nothing is trained."""
+"""`inducekv-bundle teach`: the next version of a bundle with more facts; nothing is trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
+from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
 from ..runtime.files import require_output
@@ -24,34 +24,23 @@ if TYPE_CHECKING:
 
 def run(options: argparse.Namespace) -> int:
     """Write the next version of a bundle, or a first one of facts alone: questions with answers, from task data."""
-    if not options.task and not options.forget:
-        raise ConfigError("say what to teach or to forget: --task or --forget")
-    if options.forget and options.bundle is None:
-        raise ConfigError("--forget needs the --bundle that has the facts")
     if options.budget_bytes is not None and options.budget_bytes < 1:
         raise ConfigError(f"--budget-bytes must be at least 1, found {options.budget_bytes}")
     require_output(options.output, *options.task)
 
     from inducekv_vllm.backbone.stored_facts import FactReader
-    from inducekv_vllm.teaching import forgotten, taught
+    from inducekv_vllm.teaching import taught
 
     from ..data.examples import read_task
 
     columns = columns_of(options)
     facts = _facts([example for path in options.task for example in read_task(path, columns)], options.model)
     reader = FactReader.of(options.model)
-    bundle: Bundle | None = None
-    if options.bundle is not None:
-        bundle = read_bundle(options.bundle, backbone=reader.model)
-    if options.forget and bundle is not None:
-        bundle = forgotten(bundle, options.forget).bundle
-    if facts:
-        made = taught(bundle, facts, reader, options.budget_bytes, when_full=options.when_full)
-        bundle = made.bundle
-        _print(made.report)
-    assert bundle is not None
-    write_bundle(bundle, options.output)
-    print(f"{options.output}: {len(bundle.metadata.facts)} facts, digest {bundle.digest}")
+    before = None if options.bundle is None else read_bundle(options.bundle, backbone=reader.model)
+    made = taught(before, facts, reader, options.budget_bytes)
+    write_bundle(made.bundle, options.output)
+    _print(made.report)
+    print(f"{options.output}: {len(made.bundle.metadata.facts)} facts, digest {made.bundle.digest}")
     return SUCCESS
 
 
@@ -105,19 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         type=Path,
         action="append",
-        default=[],
+        required=True,
         metavar="FILE",
         help="task data: each example is a fact, with its pictures; an id that the bundle has is corrected; repeatable",
     )
-    parser.add_argument(
-        "--forget", action="append", default=[], metavar="ID", help="leave out the fact of this id; repeatable"
+    text = (
+        "of tensors and facts; beyond it those taught longest ago are forgotten (default: as before, at first 64 MiB)"
     )
-    parser.add_argument("--budget-bytes", type=int, help="of tensors and facts (default: as before, at first 64 MiB)")
-    parser.add_argument(
-        "--when-full",
-        choices=("forget", "refuse"),
-        default="forget",
-        help="beyond the budget, forget the earlier facts that were taught longest ago, or refuse (default: forget)",
-    )
+    parser.add_argument("--budget-bytes", type=int, help=text)
     add_flags(parser, {"": ColumnOptions})
     add_output(parser)

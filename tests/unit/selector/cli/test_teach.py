@@ -75,9 +75,13 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     more, again = write(tmp_path / "more.jsonl", ["Rome"]), tmp_path / "again.jsonl"
     changed = write(again, ["Oslo"], answer="OSL").read_text()
     again.write_text(changed + write(again, ["Quito"]).read_text())
-    options = ["--model", str(model), "--bundle", str(first), "--output", str(second)]
+    rest = tmp_path / "rest.safetensors"
+    assert bundle_command(["forget", str(first), "--entry", "Lima", "--output", str(rest)]) == 0
+    assert "Lima" not in [fact.id for fact in read_bundle(rest).metadata.facts]
+    capsys.readouterr()
+    options = ["--model", str(model), "--bundle", str(rest), "--output", str(second)]
     tasks = ["--task", str(more), "--task", str(again)]
-    assert bundle_command(["teach", *options, *tasks, "--forget", "Lima"]) == 0
+    assert bundle_command(["teach", *options, *tasks]) == 0
     assert capsys.readouterr().out.splitlines()[:-1] == ["Oslo: corrected"]
     bundle = read_bundle(second)
     assert bundle.metadata.parent_digest is not None
@@ -114,8 +118,7 @@ def test_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "--task or --forget"),
-        (["--forget", "Lima"], "--forget needs the --bundle"),
+        ([], "the following arguments are required: --task"),
         (["--task", "TALK"], "expected one question, found a conversation"),
         (["--task", "TASK", "--budget-bytes", "10"], "its budget is 10"),
         (["--task", "TASK", "--budget-bytes", "0"], "--budget-bytes must be at least 1, found 0"),
