@@ -20,7 +20,7 @@ from inducekv_vllm.frontend.memory_engine import MemoryRequest
 from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.teaching import ROUTE
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from inducekv_vllm.vllm_seams.requirements import groups_adapters
+from inducekv_vllm.vllm_seams.known_bugs import ADAPTERS, groups_adapters
 
 from .adapters import adapter_number
 from .schemas import NAME_PATTERN
@@ -47,6 +47,21 @@ PART_KINDS: Final = frozenset(kind.split("_")[0] for kind in MM_PARSER_MAP) | {
 def can_be_name(name: str) -> bool:
     """Whether its characters are those of a bundle's name."""
     return _NAME.fullmatch(name) is not None
+
+
+def refuse_reserved(name: str) -> None:
+    """Raises ConfigError: no bundle can have this name, on any server."""
+    if not can_be_name(name):
+        raise ConfigError(
+            f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a digit; "
+            f"found {name!r}"
+        )
+    if ROUTE in f"/{name}/":
+        raise ConfigError(f"the name {name!r} is taken: routes have {ROUTE!r} between a name and a fact's id")
+    if name.lower() in PART_KINDS:
+        raise ConfigError(f"the name {name!r} is taken: vLLM reads it as a kind of message content")
+    if PIN.fullmatch(name):
+        raise ConfigError(f"the name {name!r} is taken: requests that end so are pinned to a version")
 
 
 class ServedNames(dict[str, LoRARequest]):
@@ -118,17 +133,7 @@ class Names:
             ConfigError: it cannot be the name of a bundle, or is taken.
             CapacityError: no more names may be served.
         """
-        if not can_be_name(name):
-            raise ConfigError(
-                f"a bundle's name must be at most 128 letters, digits or . _ : / @ -, and begin with a letter or a "
-                f"digit; found {name!r}"
-            )
-        if ROUTE in f"/{name}/":
-            raise ConfigError(f"the name {name!r} is taken: routes have {ROUTE!r} between a name and a fact's id")
-        if name.lower() in PART_KINDS:
-            raise ConfigError(f"the name {name!r} is taken: vLLM reads it as a kind of message content")
-        if PIN.fullmatch(name):
-            raise ConfigError(f"the name {name!r} is taken: requests that end so are pinned to a version")
+        refuse_reserved(name)
         if self._models.is_base_model(name):
             raise ConfigError(f"the name {name!r} is taken by the served model")
         if name in self._models.lora_requests and name not in self:
@@ -162,7 +167,7 @@ class Names:
         if not groups:
             raise UnsupportedModel(
                 f"bundle {name!r} sends tasks to LoRA adapters, which vLLM on CPUs mixes up with other requests of a "
-                "batch (vllm-project/vllm#48421) unless the server runs with --enforce-eager"
+                f"batch unless the server runs with --enforce-eager ({ADAPTERS})"
             )
         for record in records:
             if record.rank > config.max_lora_rank:

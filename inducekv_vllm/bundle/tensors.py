@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..errors import BundleError, FingerprintMismatch
-from ..gate import BUCKETS, MeanScores, RelevanceGate, TokenScores, TurnMarks, WordScores, token_digest
+from ..gate import BUCKETS, MeanScores, RelevanceGate, TokenScores, TurnMarks, WordScores
 from ..pace import rest
 from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation
@@ -120,13 +120,6 @@ class Gate:
     def token_scores(self) -> TokenScores:
         """In float32."""
         return TokenScores(self.center, self.scale, self.prototypes.float(), self.floors)
-
-    @property
-    def token_digest(self) -> str:
-        """See `inducekv_vllm.gate.token_digest`."""
-        names = [*(field.name for field in fields(TokenScores)), *self._classifiers]
-        stored = {name: getattr(self, name).to("cpu", (_GATE | _CLASSIFIERS)[name]) for name in names}
-        return token_digest(self.layers, self.marks, stored)
 
     @property
     def rule(self) -> RelevanceGate:

@@ -96,7 +96,7 @@ async def registered(served: Served, world: World, tmp_path: Path) -> AsyncItera
 
 async def test_a_request_runs_on_the_version_that_its_name_has_when_its_stream_begins(registered: Registered) -> None:
     """The version is replaced, and its name removed, between the call and the first iteration."""
-    await registered.load("m", "other")
+    await registered.load("m", "sqrt")
     streams = [registered.stream("m", await registered.render(seed=34), inducekv_top_k=2) for _ in range(2)]
     await registered.load("m", "prior", replace=True)
     assert not any(each.active_requests for each in registered.registry.shown().draining)
@@ -284,22 +284,10 @@ class TestAdapters:
         assert styled.models.lora_requests == before
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
-        ({}, "--worker-cls inducekv_vllm.worker.InduceKVWorker"),
-    ],
-)
-async def test_servers_that_cannot_manage_bundles_are_refused(parallel: dict[str, int], message: str) -> None:
+async def test_a_server_whose_workers_know_no_memory_is_refused() -> None:
     async def no_such_method(method: str) -> None:
         raise AttributeError(method)
 
-    settings = {"data_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}
-    client: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**settings)),
-        model_config=SimpleNamespace(multimodal_config=None),
-        collective_rpc=no_such_method,
-    )
-    with pytest.raises(UnsupportedModel, match=message):
+    client: Any = SimpleNamespace(collective_rpc=no_such_method)
+    with pytest.raises(UnsupportedModel, match=r"--worker-cls inducekv_vllm\.worker\.InduceKVWorker"):
         await check_server(client)

@@ -8,6 +8,7 @@ import pytest
 
 from inducekv_vllm import pace
 from inducekv_vllm.bundle import read_bundle, write_bundle
+from inducekv_vllm.facts import QuestionIndex
 from inducekv_vllm.pace import beside_requests, rest
 from tests.bundles import random_bundle
 
@@ -58,3 +59,9 @@ def test_a_bundle_is_checked_in_pieces_that_do_not_grow_with_it(
         read_bundle(path)
     values = sum(tensor.numel() for tensor in bundle.tensors().values())
     assert len(rests) >= 2 * values / 100  # for NaN, and for the digest
+
+
+def test_each_question_of_a_bundle_is_read_in_a_piece_of_its_own(rests: list[float]) -> None:
+    with beside_requests(lambda: True):
+        QuestionIndex([f"What is code {number} of the tower?" for number in range(20)])
+    assert len(rests) == 20
