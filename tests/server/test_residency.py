@@ -465,12 +465,16 @@ async def test_every_route_of_vllms_says_that_there_is_no_room() -> None:
 async def test_a_state_that_cannot_be_read_is_the_servers_fault(pool: Pool) -> None:
     """Not the request's, on every route; and its path is nobody's."""
     await pool.load("n0")
-    serving = SimpleNamespace(_check_model=None)
+
+    async def check(request: Any) -> None:
+        raise AssertionError("nobody knows what it is")
+
+    serving = SimpleNamespace(_check_model=check)
     table = pool.registry._names._models
     bring_bundles(State({"serving": serving}), table, pool.registry, InduceKVConfig())
     pool.registry.state._watch.close()
     with pytest.raises(VLLMError) as refused:
-        await serving._check_model(SimpleNamespace(model="n1"))  # type: ignore[misc]
+        await serving._check_model(SimpleNamespace(model="n1"))
     error = create_error_response(refused.value).error
     assert (error.code, str(pool.folder) in error.message) == (503, False)
     with pytest.raises(RetryableRequestError, match="the state file cannot be read"), pool.registry.lease("n0"):
