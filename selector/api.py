@@ -9,22 +9,22 @@ The tensors are the command's, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inducekv_vllm.bundle import Bundle, read_bundle
 
 from .backbone.model import Backbone
-from .data.examples import Example, examples_of, read_task
+from .data.examples import Example
+from .data.given import Data, read
 from .data.notes import TaskDataWarning
 from .data.records import BY_NAME, Columns
-from .data.rows import given_rows
 from .document.reading import read_document
 from .document.settings import DOCUMENT
 from .document.text import Document
-from .gate.background import read_background
+from .gate.data import read_others
 from .recipes import settings_after
 from .run import Anchors, TaskRequest, checked, learn
 from .runtime.callback import Callback
@@ -45,8 +45,6 @@ __all__ = [
     "teach",
     "teach_document",
 ]
-
-Data = str | Path | Iterable[Mapping[str, Any] | Example]
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ def teach(
     task: str | None = None,
     validation: Data | None = None,
     base: Data = (),
-    background: str | Path | None = None,
-    near_misses: str | Path | None = None,
+    background: Data = (),
+    near_misses: Data = (),
     previous: Taught | None = None,
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -88,8 +86,8 @@ def teach(
         task: the name of the task; default: each row's own, else the file's name.
         validation: of the same task; default: a tenth of the examples.
         base: questions that the model answers well by itself, for which the gate should stay closed.
-        background: a file of requests that need no memory, besides those of the package.
-        near_misses: a file of requests that look like those of a task and are not.
+        background: requests that need no memory, besides those of the package; a .txt has one a line.
+        near_misses: requests that look like those of a task and are not; likewise.
         progress: show bars on standard error.
         callbacks: are told of each step of a training, and of the end.
         columns: which columns hold prompt, answer and picture, where their names do not say so; those of `base` may.
@@ -117,9 +115,7 @@ def teach(
             examples=read(examples, task, columns),
             validation=None if validation is None else read(validation, task, columns),
             settings=settings_after(before, REFINED, settings, device),
-            base=read(base, columns=columns.of_others()),
-            background=read_background(Path(background)) if background else (),
-            near_misses=read_background(Path(near_misses)) if near_misses else (),
+            others=read_others(base, background, near_misses, columns),
             previous=before,
             anchors=Anchors(previous.anchors if previous is not None else ()),
             output=None if output is None else Path(output),
@@ -135,8 +131,8 @@ def teach_document(
     document: str | Path | Document,
     *,
     base: Data = (),
-    background: str | Path | None = None,
-    near_misses: str | Path | None = None,
+    background: Data = (),
+    near_misses: Data = (),
     previous: Taught | Bundle | None = None,
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -168,9 +164,7 @@ def teach_document(
                 examples=(),
                 validation=None,
                 settings=settings_after(before, DOCUMENT, settings, device),
-                base=read(base, columns=BY_NAME),
-                background=read_background(Path(background)) if background else (),
-                near_misses=read_background(Path(near_misses)) if near_misses else (),
+                others=read_others(base, background, near_misses),
                 previous=before,
                 output=None if output is None else Path(output),
                 identity=None if output is None else {"model": str(_name_of(model))},
@@ -204,15 +198,6 @@ def evaluate(
     backbone = _loaded(model)
     read_in = bundle if isinstance(bundle, Bundle) else read_bundle(Path(bundle))
     return accuracies_of(backbone, read_in, read(questions, columns=columns), max_tokens)
-
-
-def read(data: Data, task: str | None = None, columns: Columns = BY_NAME) -> list[Example]:
-    """Examples of a file or of rows. Raises TaskDataError: a row is wrong, or an id occurs twice."""
-    columns = replace(columns, task=task or columns.task)
-    if isinstance(data, str | Path):
-        return read_task(data, columns)
-    rows = list(given_rows(data))
-    return examples_of(rows, Path(), columns, "task", "the rows") if rows else []
 
 
 def _name_of(model: str | Path | Backbone) -> str | Path:

@@ -26,7 +26,7 @@ from .data.repeats import distinct
 from .document.settings import DocumentSettings
 from .document.text import Document
 from .document.update import update_document
-from .gate.fit import check_questions
+from .gate.data import NO_QUESTIONS, GateData, check_questions
 from .paper.settings import PaperSettings
 from .paper.update import grid, update_paper
 from .recipes import RECIPES, RecipeSettings
@@ -64,9 +64,7 @@ class TaskRequest:
     examples: Sequence[Example]
     validation: Sequence[Example] | None  # None: a tenth of the examples, which the seed chooses
     settings: RecipeSettings
-    base: Sequence[Example] = ()  # questions that the model answers well by itself; their answers are not used
-    background: Sequence[Example] = ()  # requests that need no memory, besides those of the package
-    near_misses: Sequence[Example] = ()  # requests that look like those of a task and are not
+    others: GateData = NO_QUESTIONS  # what the gate is to stay closed for
     previous: Bundle | None = None
     anchors: Anchors | None = None  # None: none are read, chosen or kept
     output: Path | None = None  # None: nothing is written
@@ -116,23 +114,21 @@ def checked(request: TaskRequest) -> CheckedTask:
         **(request.identity or {}),
         "recipe": _recipe_of(settings),
         "settings": settings.model_dump(),
-        "base": examples_digest(request.base),
-        "background": examples_digest(request.background),
+        "base": examples_digest(request.others.base),
+        "background": examples_digest(request.others.background),
         "training": examples_digest(training),
         "validation": examples_digest(validation),
         "previous": request.previous.digest if request.previous is not None else None,
     }
-    if request.near_misses:  # without, a run has the name that it had before there were any
-        identity["near_misses"] = examples_digest(request.near_misses)
+    if request.others.near_misses:  # without, a run has the name that it had before there were any
+        identity["near_misses"] = examples_digest(request.others.near_misses)
     if any(example.also for example in training):  # likewise
         identity["also"] = [example.also for example in training]
     if request.document is not None:
         identity["document"] = [request.document.name, request.document.digest]
     run = identity_digest(identity)
     anchors = _earlier_anchors(request.anchors, {example.task for example in training}, run)
-    inputs = TaskInputs(
-        training, validation, anchors, request.previous, request.base, request.background, request.near_misses
-    )
+    inputs = TaskInputs(training, validation, anchors, request.previous, request.others)
     check_answers(inputs)
     if request.document is not None:
         request.document.check_previous(request.previous)
@@ -140,7 +136,7 @@ def checked(request: TaskRequest) -> CheckedTask:
         check_recipe(request.previous, _recipe_of(settings))
     if isinstance(settings, RefinedSettings):
         check_tasks(inputs, settings)
-        check_questions(own_questions(inputs), inputs.background, inputs.base, near_misses=inputs.near_misses)
+        check_questions(inputs.others.of(own_questions(inputs)))
     elif isinstance(settings, PaperSettings):
         grid(inputs, settings)
     return CheckedTask(request, inputs, identity | {"anchors": examples_digest(anchors)}, run)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from inducekv_vllm.bundle import Gate, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
 
-from ..gate.settings import kind_of
+from ..gate.settings import GateOptions
 from ..runtime.files import require_output
-from .gate_questions import add_fit_flags, fit_settings, read_background_of
+from .gate_questions import add_fit_flags, fit_settings, read_others_of
 from .gate_tables import print_fitted
 from .loading import load_backbone
-from .traffic import read_traffic
 
 if TYPE_CHECKING:
     from ..data.examples import Example
@@ -25,40 +24,24 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def gate_fit(options: argparse.Namespace) -> int:
-    """Write the next version of a bundle with its gate fitted again; all else stays as it is, to the bit.
-
-    With --from-log the gate looks at the same as before, and only its weights and thresholds are fitted again.
-    """
+    """Write the next version of a bundle with its gate fitted again; all else stays as it is, to the bit."""
     settings = fit_settings(options)
-    data = (*options.task, options.base, options.background, options.near_misses, options.from_log)
+    data = (*options.task, options.base, options.background, options.near_misses)
     require_output(options.output, options.path, *data)
     bundle = read_bundle(options.path)
     if (gate := bundle.gate) is None:
         raise BundleError(f"{options.path}: the bundle has no relevance gate")
-    if options.from_log and settings.gate_kind not in (None, kind_of(gate)):
-        raise ConfigError(f"--from-log keeps what the gate looks at: expected --gate-kind {kind_of(gate)}")
-    traffic = read_traffic(options.from_log, gate) if options.from_log else None
-    own = _questions(options.task, gate)
-    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
+    questions = read_others_of(options).of(_questions(options.task, gate))
 
-    from ..data.examples import read_task
-    from ..gate.fit import check_questions, fit_gate
-    from ..gate.refit import refit_gate
+    from ..gate.data import check_questions
+    from ..gate.fit import fit_gate
 
-    base = read_task(options.base)
-    check_questions(own, background, base, near_misses=near_misses)
+    check_questions(questions)
     backbone = load_backbone(options.model, options.device)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
-    misses, seed = settings.gate_misses, settings.seed
-    known: dict[str, Any] = {"background": background, "near_misses": near_misses}
-    if traffic is None:
-        kind = settings.gate_kind or kind_of(gate)
-        known["layers"] = gate.layers
-        fitted = fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, progress=True)
-    else:
-        fitted = refit_gate(backbone, gate, own, base, traffic, **known, misses=misses, seed=seed, progress=True)
-    traffic_count = {} if traffic is None else {"traffic_requests": len(traffic)}
-    after = bundle.with_gate(fitted.gate, {**fitted.recorded(base, background, near_misses), **traffic_count})
+    again = GateOptions.again(gate, settings.gate_misses, settings.seed)
+    fitted = fit_gate(backbone, questions, again, progress=True)
+    after = bundle.with_gate(fitted.gate, fitted.recorded)
     write_bundle(after, options.output)
     print(f"{options.output}: a gate for {', '.join(gate.tasks)}, digest {after.digest}")
     print_fitted(fitted)
@@ -98,8 +81,5 @@ def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> N
     )
     added.add_argument("--base", type=Path, required=True, help="questions that the model answers well by itself")
     add_fit_flags(added)
-    added.add_argument(
-        "--from-log", type=Path, metavar="LOG", help="a server's --gate-log: all its requests count as of no task"
-    )
     added.add_argument("--device", default="cpu", help="torch device of the fit (default cpu)")
     added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")

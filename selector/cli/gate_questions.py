@@ -12,7 +12,7 @@ from ..gate.settings import GateSettings
 from .flags import add_flags
 
 if TYPE_CHECKING:
-    from ..data.examples import Example
+    from ..gate.data import GateData
 
 NEAR_MISSES: Final = "questions that look like a task's and are not: .txt with one a line, or task data"  # of --not
 BACKGROUND: Final = (
@@ -21,7 +21,7 @@ BACKGROUND: Final = (
 
 
 def add_fit_flags(parser: argparse._ActionsContainer) -> None:
-    """--background, --not, --gate-kind, --gate-misses and --seed."""
+    """--background, --not, --gate-misses and --seed."""
     parser.add_argument("--background", type=Path, metavar="FILE", help=BACKGROUND)
     parser.add_argument("--not", dest="near_misses", type=Path, metavar="FILE", help=NEAR_MISSES)
     add_flags(parser, {"": GateSettings})
@@ -42,8 +42,8 @@ def require_no_fit(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{flag} is of a gate's fit: give --gate and --base, too")
 
 
-def read_background_of(path: Path | None) -> list[Example]:
-    """The user's background requests; none without a file. Raises TaskDataError."""
-    from ..gate.background import read_background
+def read_others_of(options: argparse.Namespace) -> GateData:
+    """What --base, --background and --not name. Raises TaskDataError."""
+    from ..gate.data import read_others
 
-    return read_background(path) if path else []
+    return read_others(options.base or (), options.background or (), options.near_misses or ())

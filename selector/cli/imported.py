@@ -11,10 +11,10 @@ from inducekv_vllm.bundle import PayloadDtype, write_bundle
 from inducekv_vllm.bundle.metadata import MAX_ID, is_unicode
 from inducekv_vllm.errors import ConfigError
 
-from ..gate.settings import fit_options
+from ..gate.settings import GateOptions
 from ..runtime.files import require_output
 from ..runtime.progress import note
-from .gate_questions import add_fit_flags, fit_settings, read_background_of, require_no_fit
+from .gate_questions import add_fit_flags, fit_settings, read_others_of, require_no_fit
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
@@ -74,21 +74,11 @@ def _read(options: argparse.Namespace) -> Source:
 def _fitted(backbone: Backbone, task: str, options: argparse.Namespace) -> tuple[FittedGate, dict[str, Any]]:
     """A gate, and what is recorded of its fit. Raises ConfigError, TaskDataError: the questions make none."""
     from ..data.examples import read_task
-    from ..gate.fit import check_questions, fit_gate
+    from ..gate.fit import fit_gate
 
-    settings, own, base = fit_settings(options), {task: read_task(options.gate)}, read_task(options.base)
-    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
-    check_questions(own, background, base, near_misses=near_misses)
-    fitted = fit_gate(
-        backbone,
-        own,
-        base,
-        background=background,
-        near_misses=near_misses,
-        progress=True,
-        **fit_options(settings),
-    )
-    return fitted, settings.model_dump() | fitted.recorded(base, background, near_misses)
+    settings, data = fit_settings(options), read_others_of(options).of({task: read_task(options.gate)})
+    fitted = fit_gate(backbone, data, GateOptions.of(settings), progress=True)
+    return fitted, {**settings.model_dump(), **fitted.recorded}
 
 
 def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:

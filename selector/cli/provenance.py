@@ -14,7 +14,7 @@ from inducekv_vllm.files import audit_chain
 
 from ..runtime.files import require_output
 from .flags import Parser
-from .gate_questions import BACKGROUND, NEAR_MISSES, read_background_of
+from .gate_questions import BACKGROUND, NEAR_MISSES, read_others_of
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
@@ -68,16 +68,13 @@ def _of_a_fit(options: argparse.Namespace) -> bool:
 
 def _refitted(options: argparse.Namespace, bundle: Bundle, rows: list[int], forgotten: Forgotten) -> FittedGate | None:
     from ..data.anchors import AnchorStore
-    from ..data.examples import read_task
-
-    anchors = AnchorStore(options.anchors).read()  # before the model, which takes longer to load
-    base = read_task(options.base) if options.base else []
-    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
-
     from ..update.forget import refitted_gate
 
-    backbone = load_backbone(options.model)
-    return refitted_gate(backbone, bundle, rows, anchors, base, background, near_misses, forgotten, progress=True)
+    anchors, others = (
+        AnchorStore(options.anchors).read(),
+        read_others_of(options),
+    )  # before the model, which takes longer
+    return refitted_gate(load_backbone(options.model), bundle, rows, anchors, others, forgotten, progress=True)
 
 
 def sign(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 
 from ..runtime.files import require_output
-from .gate_questions import add_fit_flags, fit_settings, read_background_of
+from .gate_questions import add_fit_flags, fit_settings, read_others_of
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
@@ -29,25 +29,16 @@ def route(options: argparse.Namespace) -> int:
         raise ConfigError(f"--adapter gives the task {twice!r} twice")
 
     from ..data.examples import read_task
-    from ..gate.fit import check_questions
-    from ..update.route import TaskAdapter, route_bundle
+    from ..gate.data import check_questions
+    from ..update.route import route_bundle
 
-    base = read_task(options.base)
-    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
-    adapters = {task: TaskAdapter(folder, read_task(data)) for task, folder, data in folders}
-    check_questions(
-        {task: adapter.examples for task, adapter in adapters.items()}, background, base, near_misses=near_misses
-    )
-    bundle, fitted = route_bundle(
-        load_backbone(options.model, options.device),
-        base,
-        adapters,
-        relative_to=options.output.parent,
-        settings=settings,
-        background=background,
-        near_misses=near_misses,
-        progress=True,
-    )
+    own = {task: read_task(data) for task, _, data in folders}
+    questions_of_all = read_others_of(options).of(own)
+    check_questions(questions_of_all)
+    adapters = {task: folder for task, folder, _ in folders}
+    backbone = load_backbone(options.model, options.device)
+    folder = options.output.parent
+    bundle, fitted = route_bundle(backbone, questions_of_all, adapters, settings, relative_to=folder, progress=True)
     write_bundle(bundle, options.output)
     print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
     print_fitted(fitted)

@@ -25,7 +25,6 @@ from ..paper.settings import PaperSettings
 from ..runtime.files import require_output
 from .dates import read_date, read_date_after
 from .flags import error_line
-from .gate_questions import read_background_of
 from .gate_tables import print_prices, print_warnings
 from .loading import load_backbone
 from .servers import publish, require_address
@@ -89,6 +88,7 @@ def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle 
     """What the options ask for, with all data read."""
     from ..data.anchors import AnchorStore
     from ..data.examples import read_task
+    from ..gate.data import read_others
     from ..run import Anchors, TaskRequest
 
     identity = {
@@ -112,9 +112,7 @@ def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle 
         examples=read_task(options.task, options.columns()) if options.task else (),
         validation=read_task(options.validation, options.columns()) if options.validation else None,
         settings=settings,
-        base=read_task(options.base, options.columns().of_others()) if options.base else (),
-        background=read_background_of(options.background),
-        near_misses=read_background_of(options.near_misses),
+        others=read_others(options.base or (), options.background or (), options.near_misses or (), options.columns()),
         previous=previous,
         anchors=anchors,
         output=options.output,

@@ -9,7 +9,7 @@ from pydantic import Field
 from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.retrieval.entry_terms import Form
 
-from ..gate.settings import GateKind, Misses
+from ..gate.settings import Misses
 from ..refined.settings import FactsChoice, Precision, usual_precision
 from ..runtime.settings import Flag, Seed, Settings
 
@@ -50,7 +50,6 @@ class DocumentSettings(Settings):
         None
     )
     facts: Annotated[FactsChoice, Flag("keep exact values as facts beside memory, as validation says")] = "search"
-    gate_kind: GateKind = None
     gate_misses: Misses = None
     precision: Annotated[
         Precision,

@@ -24,7 +24,7 @@ from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
-from ..gate.settings import fit_options
+from ..gate.settings import GateOptions
 from ..refined.candidates import LEARNING_RATES, RUNGS, Candidate, Search, best_of
 from ..refined.duration import seconds_of_search
 from ..refined.report import report_update
@@ -77,8 +77,7 @@ def update_document(
         token_ids = tokens_of(backbone, document)
         warn_of_strange_language(backbone, token_ids, document.name)
         check_previous(backbone, inputs.previous, settings)
-        outside = (*inputs.base, *inputs.background, *inputs.near_misses)
-        require_context(Scorer(backbone), outside, progress)
+        require_context(Scorer(backbone), inputs.others.of_no_task, progress)
     with phases.phase("study"), tiled_attention(backbone):
         chunks = pieces_of(backbone, document, settings)
         if progress:
@@ -264,15 +263,8 @@ def gate_of(
 ) -> FittedGate:
     """Fitted to the questions of the self-study. Raises ConfigError, TaskDataError: see `fit_gate`."""
     asked = [each.example for each in studied if each.kind != "continuation"]
-    return fit_gate(
-        backbone,
-        {document.name: asked or [each.example for each in studied]},
-        inputs.base,
-        background=inputs.background,
-        near_misses=inputs.near_misses,
-        progress=progress,
-        **fit_options(settings),
-    )
+    own = {document.name: asked or [each.example for each in studied]}
+    return fit_gate(backbone, inputs.others.of(own), GateOptions.of(settings), progress=progress)
 
 
 def bundle_of(
@@ -286,7 +278,7 @@ def bundle_of(
 ) -> Bundle:
     """The memory that was found, behind the gate. `num_tokens`: of the document."""
     memory = found.memory
-    counts = {"document_tokens": num_tokens, **fitted.recorded(inputs.base, inputs.background, inputs.near_misses)}
+    counts = {"document_tokens": num_tokens, **fitted.recorded}
     chosen = {"learning_rate": found.learning_rate, "form": memory.form, "start": found.start}
     calibration: dict[str, Any] = {name: getattr(memory, name) for name in ("temperature", "value_gates", "layer_bias")}
     tensors: dict[str, Any] = {name: getattr(memory, name) for name in ENTRY_AXES}

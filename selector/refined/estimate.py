@@ -45,7 +45,7 @@ def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) 
     calibrate = settings.form == "merged" and inputs.previous is None
     with tiled_attention(backbone), torch.random.fork_rng():
         problem = TrainingProblem(scorer, entries, training, log_prior(inputs.training, records), validation, calibrate)
-        candidates = every_candidate(problem, settings, layers_of_gate(backbone.num_layers)[-1])
+        candidates = every_candidate(problem, settings, layers_of_gate(backbone)[-1])
         seconds = seconds_of_search([each.training for each in candidates], RUNGS) if settings.steps else 0.0
     without_tails = backbone.has_states and not any(scorer.exact_tails.values())
     return Estimate(FLOAT16_BYTES * numbers, len(candidates), seconds, without_tails)

@@ -42,8 +42,8 @@ def report_update(
             "from_previous": sum(inputs.entries_by_task.values()),
             "validation_examples": len(inputs.validation),
             "anchors": len(inputs.anchors),
-            "base_questions": len(inputs.base),
-            "background_requests": len(inputs.background),
+            "base_questions": len(inputs.others.base),
+            "background_requests": len(inputs.others.background),
         },
         "refinement": {"history": [asdict(record) for record in found.history] if found is not None else []},
         "activation": {
@@ -77,8 +77,8 @@ def report_update(
         (_, most), *_ = Counter(example.answer for example in inputs.validation).most_common(1)
         guessing = {"most_frequent_answer": most / len(inputs.validation)}
         report |= {"validation_accuracy": shares(answers) | guessing, "answers": some(answers)}
-    if inputs.base:
-        asked = inputs.base[:MOST_BASE]
+    if inputs.others.base:
+        asked = inputs.others.base[:MOST_BASE]
         answers = answers_of(with_bundle, without, asked, progress=progress)
         report["base_accuracy"] = shares(answers) | {"questions": len(asked)}
     return report
@@ -98,7 +98,11 @@ def _of_candidate(candidate: Candidate) -> dict[str, Any]:
 def _openings(model: BundledModel, bundle: Bundle, inputs: TaskInputs) -> list[dict[str, Any]]:
     """How often the gate opens, by task and kind of question; the gate was fitted to all of them."""
     rates = []
-    for split, examples in (("validation", inputs.validation), ("anchors", inputs.anchors), ("base", inputs.base)):
+    for split, examples in (
+        ("validation", inputs.validation),
+        ("anchors", inputs.anchors),
+        ("base", inputs.others.base),
+    ):
         for task in dict.fromkeys(example.task for example in examples):
             asked = [example for example in examples if example.task == task]
             shares = openings(bundle, task, model.evidence(asked))

@@ -13,7 +13,7 @@ from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.retrieval.entry_terms import Form
 
 from ..data.choice import Policy
-from ..gate.settings import GateKind, Misses
+from ..gate.settings import Misses
 from ..runtime.cpu import has_bfloat16
 from ..runtime.settings import Flag, Seed, Settings
 
@@ -57,7 +57,6 @@ class RefinedSettings(Settings):
     # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
     map_rank: Annotated[int, Field(ge=0, lt=2**31), Flag("rank of an entry's map of the attention output; 0: none")] = 8
     facts: Annotated[FactsChoice, Flag("keep examples as facts, alone or beside memory, as validation says")] = "search"
-    gate_kind: GateKind = None
     gate_misses: Misses = None
     entries_per_task: Annotated[int, Field(ge=1), Flag("of the budget, which must hold them")] = 1
     entry_policy: Annotated[Policy, Flag("which examples the entries start from")] = "random"

@@ -20,7 +20,7 @@ from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..gate.fit import FittedGate, fit_gate
-from ..gate.settings import fit_options
+from ..gate.settings import GateOptions
 from ..runtime.callback import Callback
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.phases import Phases
@@ -70,16 +70,9 @@ def update_refined(
         validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
         entries, records = initial_entries(backbone, inputs, settings, training.keys)
     with phases.phase("gate"):
-        fitted = fit_gate(
-            backbone,
-            own_questions(inputs),
-            inputs.base,
-            background=inputs.background,
-            near_misses=inputs.near_misses,
-            progress=progress,
-            **fit_options(settings),
-        )
-    counts = {"anchors": len(inputs.anchors), **fitted.recorded(inputs.base, inputs.background, inputs.near_misses)}
+        questions = inputs.others.of(own_questions(inputs))
+        fitted = fit_gate(backbone, questions, GateOptions.of(settings), progress=progress)
+    counts = {"anchors": len(inputs.anchors), **fitted.recorded}
     bundle, facts = None, dict[str, Any]()
     found: Search | None = None
     if settings.facts == "search" and settings.form == "decoupled":

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from inducekv_vllm.bundle import Bundle, Gate, Record
 from inducekv_vllm.errors import BundleError, ConfigError
 
 from ..backbone.model import Backbone
 from ..data.examples import Example
-from ..gate.fit import FittedGate, check_questions, fit_gate
-from ..gate.settings import kind_of
+from ..gate.data import GateData
+from ..gate.fit import FittedGate, fit_gate
+from ..gate.settings import GateOptions
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ def refitted_gate(
     bundle: Bundle,
     rows: Collection[int],
     anchors: Sequence[Example],
-    base: Sequence[Example],
-    background: Sequence[Example] = (),
-    near_misses: Sequence[Example] = (),
+    others: GateData,
     forgotten: Forgotten = NOTHING,
     *,
     progress: bool = False,
@@ -93,7 +92,11 @@ def refitted_gate(
     """A gate for the tasks that are left, fitted to their anchors alone; None without a gate, or if none is left.
 
     Anchors of gone tasks, and those that a forgotten entry was made from, are not used. The gate may miss the same
-    share of own questions as before. Arguments as of `without_entries`.
+    share of own questions as before.
+
+    Args:
+        rows, forgotten: as of `without_entries`.
+        others: what it is to stay closed for.
 
     Raises:
         FingerprintMismatch: the bundle was made for another backbone.
@@ -108,11 +111,11 @@ def refitted_gate(
     bundle.require_backbone(backbone.fingerprint, "the bundle")
     if metadata.task_adapters:
         raise BundleError("the gate of a bundle with task adapters is fitted by `inducekv-bundle route`")
-    if metadata.settings.get("base_questions") and not base:
+    if metadata.settings.get("base_questions") and not others.base:
         raise ConfigError("the gate was fitted to base questions too, and would let them in without: give --base")
-    if metadata.settings.get("background_requests") and not background:
+    if metadata.settings.get("background_requests") and not others.background:
         raise ConfigError("the gate was fitted to background requests of yours too: give --background")
-    if metadata.settings.get("near_misses") and not near_misses:
+    if metadata.settings.get("near_misses") and not others.near_misses:
         raise ConfigError("the gate was fitted to near-misses too, and would let them in without: give --not")
     gone = set(rows)
     left = {entry.source_digest for row, entry in enumerate(metadata.entries) if row not in gone}
@@ -123,8 +126,5 @@ def refitted_gate(
         if not examples:
             raise ConfigError(f"the gate cannot be fitted again: there are no anchors of the task {task!r}")
         own[task] = examples
-    known: dict[str, Any] = {"background": background, "near_misses": near_misses}
-    check_questions(own, base=base, **known)
     misses, seed = metadata.settings.get("gate_misses"), int(metadata.settings.get("seed", 0))
-    kind, layers = kind_of(bundle.gate), bundle.gate.layers
-    return fit_gate(backbone, own, base, **known, misses=misses, seed=seed, kind=kind, layers=layers, progress=progress)
+    return fit_gate(backbone, others.of(own), GateOptions.again(bundle.gate, misses, seed), progress=progress)

@@ -15,6 +15,7 @@ from ..backbone.model import Backbone
 from ..backbone.scoring import Scorer
 from ..data.choice import hold_out
 from ..data.examples import Example
+from ..gate.data import NO_QUESTIONS, GateData
 from ..runtime.progress import track
 from .measures import composition
 from .settings import BUILD, PAPER, REFINED
@@ -32,11 +33,7 @@ class TaskInputs:
     validation: Sequence[Example]  # never candidates; may be empty if nothing is searched
     anchors: Sequence[Example]  # of earlier tasks; may be empty
     previous: Bundle | None
-    # For the gate of the refined recipe: questions that the model answers well by itself, whose answers are not used,
-    # and requests that need no memory, besides those of the package.
-    base: Sequence[Example] = ()
-    background: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()  # requests that look like those of a task and are not
+    others: GateData = NO_QUESTIONS  # what a gate is to stay closed for
 
     @property
     def entries_by_task(self) -> dict[str, int]:
@@ -103,8 +100,7 @@ def check_inputs(
     """
     check_previous(scorer.backbone, inputs, settings.budget, settings.payload_tokens, recipe)
     check_answers(inputs)
-    outside = (*inputs.base, *inputs.background, *inputs.near_misses)
-    read = (*inputs.training, *inputs.validation, *inputs.anchors, *outside)
+    read = (*inputs.training, *inputs.validation, *inputs.anchors, *inputs.others.of_no_task)
     require_context(scorer, read, progress)
 
 

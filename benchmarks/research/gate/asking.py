@@ -22,10 +22,11 @@ from selector.backbone.model import Backbone
 from selector.backbone.token_values import evidence_of_prompts
 from selector.data.choice import choose_anchors
 from selector.data.examples import Example
+from selector.gate.data import GateData
 from selector.gate.encoding import encode_questions
 from selector.gate.fit import fit_gate
 from selector.gate.fitting_set import GateQuestion
-from selector.gate.settings import Kind
+from selector.gate.settings import GateOptions, Kind
 
 AT_ONCE: Final = 256  # questions whose token values are held
 NEAR_MISSES: Final = {"demo": "demo", "demo-search": "demo", "real-text": "text", "real-pictures": "pictures"}
@@ -89,7 +90,8 @@ def order_of(suite: Suite) -> Suite:
 
 def fitted(backbone: Backbone, suite: Suite, seed: int, misses: float | None, kind: Kind | None = None) -> MeasuredGate:
     """The gate after the last task of the stream."""
-    found = fit_gate(backbone, questions_at_the_end(suite, seed), suite.base.train, misses=misses, seed=seed, kind=kind)
+    data = GateData(questions_at_the_end(suite, seed), suite.base.train)
+    found = fit_gate(backbone, data, GateOptions(misses, seed, kind))
     prices = {f"{price.misses:g}": price.opened for price in found.prices}
     return MeasuredGate(
         found.gate, {"seed": seed, "misses": found.misses, "seconds": dict(found.seconds), "prices": prices}

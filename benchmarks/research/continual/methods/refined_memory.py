@@ -10,6 +10,7 @@ from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.retrieval.entry_terms import Form
 from selector.backbone.model import Backbone
 from selector.data.choice import Policy
+from selector.gate.data import GateData
 from selector.refined.settings import ActivationChoice, FactsChoice, GatedWeighting, Precision, RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
@@ -46,7 +47,7 @@ class Refined(SelectedMemory):
         self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
     ) -> UpdateResult:
         settings = self.settings(backbone, context)
-        inputs = replace(inputs, base=context.base if self.base else ())
+        inputs = replace(inputs, others=GateData(base=context.base if self.base else ()))
         return update_refined(backbone, inputs, settings, checkpoint)
 
     def settings(self, backbone: Backbone, context: RunContext) -> RefinedSettings:

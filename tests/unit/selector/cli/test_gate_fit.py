@@ -12,10 +12,11 @@ import torch
 
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from selector.backbone.model import Backbone
-from selector.backbone.token_values import evidence_of
 from selector.data.examples import read_task
 from selector.gate.background import read_background
+from selector.gate.data import GateData
 from selector.gate.fit import fit_gate
+from selector.gate.settings import GateOptions
 from tests.bundles import classified_gate, random_bundle, random_gate
 from tests.gates import bundle_behind
 from tests.task_data import questions_about, record, write_task
@@ -107,8 +108,8 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
     own = {task: read_task(files.tasks[task]) for task in ("colours", "counts")}
     assert after.gate is not None
     assert bundle.gate is not None
-    known, layers = {"background": read_background(background)}, bundle.gate.layers
-    expected = fit_gate(llava, own, read_task(files.tasks["base"]), **known, misses=0.05, seed=4, layers=layers)
+    data = GateData(own, read_task(files.tasks["base"]), read_background(background))
+    expected = fit_gate(llava, data, GateOptions(0.05, 4, layers=bundle.gate.layers))
     for name, tensor in expected.gate.tensors().items():
         assert torch.equal(after.tensors()[name], tensor), name
 
@@ -118,48 +119,6 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
     assert [line.split()[1] == "*" for line in lines[4:]] == [False, False, False, True, False]
     for kind in ("base", "base, wrapped", "background", "everyday", "near-miss", "noise"):
         assert kind in lines[3]
-
-
-def test_from_a_log_only_the_rule_is_fitted_again(
-    llava: Backbone, bundle: Bundle, gate: Gate, old: Path, files: Files, tmp_path: Path
-) -> None:
-    traffic = evidence_of(llava, gate, read_task(files.tasks["places"]))  # [12, H]
-    log = log_of(gate, traffic.tolist(), tmp_path / "gate.jsonl")
-    printed = command(*files.arguments(old, "--from-log", log))
-    after = read_bundle(files.new)
-    counts = {"gate_misses": 0, "base_questions": 12, "background_requests": 0, "traffic_requests": 12}
-    assert_all_but_the_gate_is_kept(bundle, after, counts)
-    for name, tensor in bundle.tensors().items():
-        assert torch.equal(tensor, after.tensors()[name]) == (name not in OF_THE_RULE), name
-    assert after.metadata.gate is not None
-    assert after.metadata.gate.model_copy(update={"near": None}) == bundle.metadata.gate
-    assert after.gate is not None
-    assert after.gate.near is not None
-    assert after.gate.token_digest == gate.token_digest
-    assert (after.gate.thresholds > 0).all()
-    assert "traffic" in printed
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda line: line | {"gate": "0" * 64}, "line 2: it is of another gate (000000000000)"),
-        (lambda line: line | {"evidence": line["evidence"][1:]}, "line 2: 'evidence' must be 8 numbers from 0 to 1"),
-        (lambda line: line | {"evidence": [2.0] * 8}, "line 2: 'evidence' must be"),
-        (lambda line: line | {"evidence": [True] * 8}, "line 2: 'evidence' must be"),
-        (lambda line: {"evidence": line["evidence"]}, "line 2: expected an object with gate, evidence and task"),
-        (lambda line: [1], "line 2: expected an object"),
-        (lambda line: "{", "line 2: expected an object"),
-    ],
-)
-def test_a_log_that_cannot_be_used(
-    gate: Gate, old: Path, files: Files, tmp_path: Path, change: Any, problem: str
-) -> None:
-    good = {"gate": gate.token_digest, "evidence": [0.5] * 8, "task": "counts"}
-    log = tmp_path / "gate.jsonl"
-    log.write_text(f"{json.dumps(good)}\n{json.dumps(change(good))}\n")
-    assert problem in refuse(*files.arguments(old, "--from-log", log))
-    assert not files.new.exists()
 
 
 def test_what_is_refused_leaves_nothing(
@@ -216,13 +175,9 @@ def test_near_misses_of_ones_own(tmp_path: Path) -> None:
     assert problem in refuse(*arguments(own))
     printed = command(*arguments(near_misses))
     after = read_bundle(new)
-    expected = fit_gate(
-        backbone,
-        {task: read_task(paths[task]) for task in ("colours", "shades")},
-        read_task(paths["base"]),
-        near_misses=read_background(near_misses),
-        kind="classifiers",
-    )
+    questions = {task: read_task(paths[task]) for task in ("colours", "shades")}
+    data = GateData(questions, read_task(paths["base"]), near_misses=read_background(near_misses))
+    expected = fit_gate(backbone, data, GateOptions(kind="classifiers"))
     settings = {"gate_misses": expected.misses, "base_questions": 12, "background_requests": 0, "near_misses": 2}
     assert_all_but_the_gate_is_kept(bundle, after, settings)
     assert after.gate is not None
@@ -231,17 +186,6 @@ def test_near_misses_of_ones_own(tmp_path: Path) -> None:
     assert "given near-miss" in printed
     warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
     assert [f"warning: {warning}; docs/gate.md" for warning in expected.warnings] == warnings
-
-    log = log_of(after.gate, evidence_of(backbone, after.gate, read_task(paths["base"])).tolist(), tmp_path / "log")
-    old = new
-    new = tmp_path / "again.safetensors"
-    other = (*arguments(near_misses), "--from-log", log, "--gate-kind", "prototypes")
-    assert "expected --gate-kind classifiers" in refuse(*other)
-    command(*arguments(near_misses), "--from-log", log)
-    again = read_bundle(new)
-    assert again.gate is not None
-    assert again.metadata.settings["traffic_requests"] == 12
-    assert again.gate.token_digest == after.gate.token_digest
 
 
 def _asks(task: str, row: int, text: str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def test_a_gate_from_example_questions(model_folders: dict[str, Path], tasks: di
     assert after.gate is not None
     assert after.gate.tasks == ("colours",) == after.metadata.tasks
     counts = {"base_questions": len(read_task(tasks["base"])), "background_requests": 0}
-    fit = {"gate_kind": None, "gate_misses": 0.0, "seed": 0}
+    fit = {"gate_misses": 0.0, "seed": 0}
     assert after.metadata.settings == before.metadata.settings | fit | counts
     assert torch.equal(after.payload_keys, before.payload_keys)
 
