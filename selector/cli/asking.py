@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from inducekv_vllm.errors import ConfigError
 
 from ..client import Answer, Server, messages_of
-from .servers import require_address
+from .publish import require_address
 
 if TYPE_CHECKING:
     from ..data.examples import Example
@@ -19,21 +18,8 @@ if TYPE_CHECKING:
 AT_ONCE: Final = 16  # requests under way
 
 
-def add_asked(parser: argparse.ArgumentParser, verb: str, questions: str) -> None:
-    """The arguments of a command that asks about a bundle: the questions, and a model here or a server that answers."""
-    parser.add_argument("path", metavar="BUNDLE", type=Path, help="a bundle file")
-    parser.add_argument(
-        "--questions", type=Path, action="append", required=True, metavar="FILE", help=f"{questions}; repeatable"
-    )
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--model", help=f"{verb} here, with this model folder or Hugging Face id")
-    asked.add_argument("--url", help="ask the server at this address, which has the bundle")
-    parser.add_argument("--name", help="with --url: the bundle's name there (default: the file's without its ending)")
-    parser.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")
-
-
 def check_asked(options: argparse.Namespace) -> None:
-    """Raises ConfigError: the flags of `add_asked` contradict each other, or name no server."""
+    """Raises ConfigError: --url, --name and --model contradict each other, or name no server."""
     if options.url:
         require_address(options.url, "--url")
     elif options.name:

@@ -5,33 +5,33 @@ which questions its facts have missed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
 from inducekv_vllm.bundle import Bundle, Gate, read_bundle
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import BundleError
 from inducekv_vllm.facts import FactFound
 
 from ..client import Server
-from .asking import Decided, add_asked, check_asked, facts_in, require_served, served_answers, served_decisions
+from .asking import Decided, check_asked, facts_in, require_served, served_answers, served_decisions
 from .columns import ColumnOptions, columns_of
-from .eval_gate import Asked, Outcomes, decided, outcomes, print_nearest
+from .common import SUCCESS, add_bundle, print_table
 from .flags import add_flags
-from .gate_tables import print_table
+from .gate_decisions import Asked, Outcomes, decided, outcomes, print_nearest, print_outcomes, read_asked
 from .loading import load_backbone
 from .missed import misses, print_misses
 
 if TYPE_CHECKING:
+    from ..backbone.model import Backbone
     from ..data.examples import Example
     from ..update.accuracy import Accuracy
 
-SUCCESS: Final = 0
-MAX_TOKENS: Final = 64
 SHOWN: Final = 20  # misses
-Command = Callable[[argparse.Namespace], int]
+BEYOND: Final = 16  # tokens of an answer, after as many as the longest right one has bytes
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,27 @@ class _Answered:
     facts: list[str | None]  # [n], the ids of those that were found; empty if the bundle has none
 
 
-def evaluate(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print how many questions of each task are answered right with the bundle and without (word for word, but for
     white space at the ends), and where its gate sends them. Answered here with --model, or by a running server with
     --url. Then the questions that a fact has the answer to and did not answer, or another one did: what keeps them
     apart, and the wording to add.
+
+    With --gate, only what the gate decides: by task and file, without answers. A .txt file has a request of no task on
+    each line.
     """
     check_asked(options)
-    for flag, value, least in (("--max-tokens", options.max_tokens, 1), ("--misses", options.misses, 0)):
-        if value < least:
-            raise ConfigError(f"{flag} must be at least {least}, found {value}")
+    bundle = read_bundle(options.path)
+    if options.gate:
+        _show_gate(options, bundle)
+    else:
+        _show_answers(options, bundle)
+    return SUCCESS
 
+
+def _show_answers(options: argparse.Namespace, bundle: Bundle) -> None:
     from ..data.examples import read_task
 
-    bundle = read_bundle(options.path)
     columns = columns_of(options)
     examples = [example for path in options.questions for example in read_task(path, columns)]
     answered = (_by_server if options.url else _by_model)(options, bundle, examples)
@@ -64,8 +71,40 @@ def evaluate(options: argparse.Namespace) -> int:
     _print(answered.rows, {row.kind: row for row in outcomes(asked, answered.decisions)})
     print_nearest(asked, answered.decisions)
     if answered.facts:
-        print_misses(misses(bundle.metadata, examples, answered.facts), options.misses)
-    return SUCCESS
+        print_misses(misses(bundle.metadata, examples, answered.facts), SHOWN)
+
+
+def _show_gate(options: argparse.Namespace, bundle: Bundle) -> None:
+    if (gate := bundle.gate) is None:
+        raise BundleError(f"{options.path}: the bundle has no relevance gate")
+    asked = [question for path in options.questions for question in read_asked(path, gate)]
+    examples = [question.example for question in asked]
+    if options.url:
+        decisions = served_decisions(options.url, _served_name(options, bundle), examples)
+    else:
+        from ..backbone.token_values import evidence_of
+
+        decisions = decided(gate, evidence_of(_backbone(options, bundle), gate, examples))
+    print_outcomes(outcomes(asked, decisions))
+    print_nearest(asked, decisions)
+
+
+def _served_name(options: argparse.Namespace, bundle: Bundle) -> str:
+    """Raises ConfigError: the server does not serve this bundle by it."""
+    name: str = options.name or options.path.stem
+    require_served(options.url, name, bundle.digest)
+    return name
+
+
+def _backbone(options: argparse.Namespace, bundle: Bundle) -> Backbone:
+    backbone = load_backbone(options.model, options.device)
+    bundle.require_backbone(backbone.fingerprint, str(options.path))
+    return backbone
+
+
+def _max_tokens(examples: Sequence[Example]) -> int:
+    """More than any right answer has: no token is shorter than a byte."""
+    return max(len(example.answer.encode()) for example in examples) + BEYOND
 
 
 def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> _Answered:
@@ -73,13 +112,9 @@ def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Ex
     from ..backbone.scoring import Scorer
     from ..update.accuracy import accuracies
 
-    backbone = load_backbone(options.model, options.device)
-    bundle.require_backbone(backbone.fingerprint, str(options.path))
-    scorer = Scorer(backbone)
+    scorer, max_tokens = Scorer(_backbone(options, bundle)), _max_tokens(examples)
     with_memory, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
-    rows = accuracies(
-        examples, *(each.answers(examples, options.max_tokens, progress=True) for each in (without, with_memory))
-    )
+    rows = accuracies(examples, *(each.answers(examples, max_tokens, progress=True) for each in (without, with_memory)))
     # What the gate has seen for the answers is what it is shown with.
     decisions = [] if bundle.gate is None else decided(bundle.gate, with_memory.evidence(examples))
     found = with_memory.facts_of(examples)
@@ -90,11 +125,10 @@ def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Ex
 def _by_server(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> _Answered:
     from ..update.accuracy import accuracies
 
-    name = options.name or options.path.stem
-    require_served(options.url, name, bundle.digest)
+    name, max_tokens = _served_name(options, bundle), _max_tokens(examples)
     base, has_facts = Server.from_environment(options.url).base_model(name), bool(bundle.metadata.facts)
-    without = served_answers(options.url, base, examples, options.max_tokens)
-    with_memory = served_answers(options.url, name, examples, options.max_tokens, trace=has_facts)
+    without = served_answers(options.url, base, examples, max_tokens)
+    with_memory = served_answers(options.url, name, examples, max_tokens, trace=has_facts)
     rows = accuracies(examples, *([answer.text for answer in answers] for answers in (without, with_memory)))
     decisions = [] if bundle.gate is None else served_decisions(options.url, name, examples)
     return _Answered(rows, decisions, facts_in(with_memory, options.url) if has_facts else [])
@@ -117,12 +151,14 @@ def _print(rows: Sequence[Accuracy], gate: Mapping[str, Outcomes]) -> None:
     print_table(table)
 
 
-def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
-    """Add this command to the parser of `inducekv-bundle`."""
-    added = command("eval", evaluate)
-    add_asked(added, "answer", "task data that was not learned, base questions, or both")
-    added.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help=f"of an answer (default {MAX_TOKENS})")
-    added.add_argument(
-        "--misses", type=int, default=SHOWN, help=f"questions shown that a fact should have answered (default {SHOWN})"
-    )
-    add_flags(added, {"": ColumnOptions})
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_bundle(parser)
+    text = "task data that was not learned, base questions, or both; repeatable"
+    parser.add_argument("--questions", type=Path, action="append", required=True, metavar="FILE", help=text)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--model", help="answer here, with this model folder or Hugging Face id")
+    asked.add_argument("--url", help="ask the server at this address, which has the bundle")
+    parser.add_argument("--name", help="with --url: the bundle's name there (default: the file's without its ending)")
+    parser.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")
+    parser.add_argument("--gate", action="store_true", help="answer nothing, and print only what the gate decides")
+    add_flags(parser, {"": ColumnOptions})

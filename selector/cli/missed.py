@@ -17,7 +17,7 @@ from inducekv_vllm.bundle.metadata import MAX_WORDING_BYTES
 from inducekv_vllm.facts import STRICTNESS, Comparison, QuestionIndex, has_words, same_words
 from inducekv_vllm.teaching import replaced_by
 
-from .gate_tables import print_table
+from .common import print_table
 
 if TYPE_CHECKING:
     from ..data.examples import Example

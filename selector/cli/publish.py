@@ -1,23 +1,23 @@
-"""`inducekv-bundle publish`: one bundle for several servers, and which version each of them serves."""
+"""Bundles for running servers. `inducekv-bundle publish` loads one into several, and says what each of them serves."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+import urllib.parse
 from pathlib import Path
+from typing import Final
 
 from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.errors import ConfigError
 
 from ..client import Server, ServerError
-from .servers import require_address
+from .common import DIFFERENT, SUCCESS
 
-SUCCESS, DIFFERENT = 0, 1
-NOTHING = "-"
-Command = Callable[[argparse.Namespace], int]
+NOTHING: Final = "-"
 
 
-def publish(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Load a bundle into several servers, one after the other, and print which version each serves.
 
     A server that refuses or cannot be reached does not keep the others from it. Exit status 1: some servers, which the
@@ -56,13 +56,38 @@ def _try_to_load(server: Server, name: str, options: argparse.Namespace) -> None
         print(f"{server.url}: {error}", file=sys.stderr)
 
 
-def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
-    """Add this command to the parser of `inducekv-bundle`."""
-    added = command("publish", publish)
-    added.add_argument("path", metavar="PATH", type=Path, help="a bundle file, which every server finds at this path")
-    added.add_argument(
-        "--to", metavar="URL", action="append", required=True, help="a server, http://127.0.0.1:8000; repeatable"
-    )
-    added.add_argument("--name", help="what requests ask for (default: the file's name without its ending)")
-    added.add_argument("--expected-digest", metavar="D", help="only where the name stands for this version")
-    added.add_argument("--check", action="store_true", help="change nothing; only say which version each serves")
+def load_finished(url: str, path: Path) -> None:
+    """Load the finished bundle into a running server, under the file's name without its ending.
+
+    Raises:
+        ConfigError: the server cannot be reached or refuses; the bundle stays on disk.
+    """
+    try:
+        card = Server.from_environment(url).load(path.stem, path.resolve())
+    except ServerError as error:
+        raise ConfigError(f"{path} was written, but {error}") from error
+    print(f"published as {card['name']} at {url}")
+
+
+def require_address(url: str, flag: str = "--publish") -> None:
+    """Raises ConfigError: it is not the address of a server."""
+    if not url.startswith(("http://", "https://")):
+        guess = "" if "://" in url else f"; did you mean http://{url}?"
+        raise ConfigError(f"{flag} must be an http or https address, found {url!r}{guess}")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"{flag} must be an address such as http://127.0.0.1:8000, found {url!r}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "a bundle file, which every server finds at this path"
+    parser.add_argument("path", metavar="BUNDLE", type=Path, help=text)
+    text = "a server, http://127.0.0.1:8000; repeatable"
+    parser.add_argument("--to", metavar="URL", action="append", required=True, help=text)
+    parser.add_argument("--name", help="what requests ask for (default: the file's name without its ending)")
+    parser.add_argument("--expected-digest", metavar="D", help="only where the name stands for this version")
+    parser.add_argument("--check", action="store_true", help="change nothing; only say which version each serves")

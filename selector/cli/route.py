@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 
 from ..runtime.files import require_output
-from .gate_questions import add_fit_flags, fit_settings, read_others_of
+from .common import SUCCESS, add_base, add_model, add_output
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
-SUCCESS = 0
-Command = Callable[[argparse.Namespace], int]
 
+def run(options: argparse.Namespace) -> int:
+    """Fit a gate that sends each request to its task's LoRA adapter, or to the untouched model, and write it.
 
-def route(options: argparse.Namespace) -> int:
-    """Fit a gate that sends each request to its task's LoRA adapter, or to the untouched model, and write it."""
-    settings = fit_settings(options)
+    `gate-fit` fits it again, with background requests, near-misses, or another share of missed questions.
+    """
     folders = [_task_adapter(argument) for argument in options.adapter]
-    questions = (options.base, options.background, options.near_misses, *(data for *_, data in folders))
-    require_output(options.output, *questions)
+    require_output(options.output, options.base, *(data for *_, data in folders))
     if twice := next((task for task, count in Counter(task for task, *_ in folders).items() if count > 1), None):
         raise ConfigError(f"--adapter gives the task {twice!r} twice")
 
     from ..data.examples import read_task
-    from ..gate.data import check_questions
+    from ..gate.data import check_questions, read_others
     from ..update.route import route_bundle
 
-    own = {task: read_task(data) for task, _, data in folders}
-    questions_of_all = read_others_of(options).of(own)
-    check_questions(questions_of_all)
-    adapters = {task: folder for task, folder, _ in folders}
-    backbone = load_backbone(options.model, options.device)
-    folder = options.output.parent
-    bundle, fitted = route_bundle(backbone, questions_of_all, adapters, settings, relative_to=folder, progress=True)
+    questions = read_others(options.base).of({task: read_task(data) for task, _, data in folders})
+    check_questions(questions)
+    backbone, adapters = load_backbone(options.model, options.device), {task: folder for task, folder, _ in folders}
+    bundle, fitted = route_bundle(backbone, questions, adapters, relative_to=options.output.parent, progress=True)
     write_bundle(bundle, options.output)
     print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
     print_fitted(fitted)
@@ -54,18 +48,9 @@ def _task_adapter(argument: str) -> tuple[str, Path, Path]:
     return task, Path(folder), Path(data)
 
 
-def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
-    """Add this command to the parser of `inducekv-bundle`."""
-    added = command("route", route)
-    added.add_argument("--model", required=True, help="model folder or Hugging Face id")
-    added.add_argument("--base", type=Path, required=True, help="questions that the model answers well by itself")
-    added.add_argument(
-        "--adapter",
-        action="append",
-        required=True,
-        metavar="TASK=DIR:FILE",
-        help="a task, the folder of its LoRA adapter as PEFT writes it, and task data; repeatable",
-    )
-    add_fit_flags(added)
-    added.add_argument("--device", default="cpu", help="torch device of the fit (default cpu)")
-    added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_base(parser)
+    text = "a task, the folder of its LoRA adapter as PEFT writes it, and task data; repeatable"
+    parser.add_argument("--adapter", action="append", required=True, metavar="TASK=DIR:FILE", help=text)
+    add_output(parser)

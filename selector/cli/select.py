@@ -27,7 +27,7 @@ from .dates import read_date, read_date_after
 from .flags import error_line
 from .gate_tables import print_prices, print_warnings
 from .loading import load_backbone
-from .servers import publish, require_address
+from .publish import load_finished, require_address
 from .settings import PROGRAM, SelectOptions, choose_recipe, parse_arguments, recipe_settings
 from .warned import warnings_as_lines
 
@@ -164,7 +164,7 @@ def _show(options: SelectOptions, learned: Learned) -> None:
     else:
         _summarize(learned, options)
     if options.publish:
-        publish(options.publish, options.output)
+        load_finished(options.publish, options.output)
 
 
 def _no_better(report: dict[str, Any]) -> str | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
@@ -13,17 +13,15 @@ from inducekv_vllm.facts import STRICTNESS
 
 from ..runtime.files import require_output
 from .columns import ColumnOptions, columns_of
+from .common import SUCCESS, add_output
 from .flags import add_flags
 from .loading import load_backbone
 
 if TYPE_CHECKING:
     from ..data.examples import Example
 
-SUCCESS: Final = 0
-Command = Callable[[argparse.Namespace], int]
 
-
-def teach(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write the next version of a bundle, or a first one of facts alone: questions with answers, from task data."""
     if not options.task and not options.forget and options.strictness is None:
         raise ConfigError("say what to teach, to forget or to change: --task, --forget or --strictness")
@@ -104,12 +102,10 @@ def _pictures(examples: Sequence[Example], model: str) -> dict[str, str]:
     return {each.id: packed(state) for each, state in zip(examples, states, strict=True) if state is not None}
 
 
-def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
-    """Add this command to the parser of `inducekv-bundle`."""
-    added = command("teach", teach)
-    added.add_argument("--model", required=True, help="model folder or Hugging Face id")
-    added.add_argument("--bundle", type=Path, help="the version before (default: none, a bundle of facts alone)")
-    added.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="model folder or Hugging Face id")
+    parser.add_argument("--bundle", type=Path, help="the version before (default: none, a bundle of facts alone)")
+    parser.add_argument(
         "--task",
         type=Path,
         action="append",
@@ -117,20 +113,20 @@ def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> N
         metavar="FILE",
         help="task data: each example is a fact, with its pictures; an id that the bundle has is corrected; repeatable",
     )
-    added.add_argument(
+    parser.add_argument(
         "--forget", action="append", default=[], metavar="ID", help="leave out the fact of this id; repeatable"
     )
-    added.add_argument("--budget-bytes", type=int, help="of tensors and facts (default: as before, at first 64 MiB)")
-    added.add_argument(
+    parser.add_argument("--budget-bytes", type=int, help="of tensors and facts (default: as before, at first 64 MiB)")
+    parser.add_argument(
         "--when-full",
         choices=("forget", "refuse"),
         default="forget",
         help="beyond the budget, forget the earlier facts that were taught longest ago, or refuse (default: forget)",
     )
-    added.add_argument(
+    parser.add_argument(
         "--strictness",
         choices=tuple(STRICTNESS),
         help="how much requests may differ from the facts' questions (default: as before, at first normal)",
     )
-    added.add_argument("--output", type=Path, required=True, help="the bundle file to write, replaced if it exists")
-    add_flags(added, {"": ColumnOptions})
+    add_flags(parser, {"": ColumnOptions})
+    add_output(parser)

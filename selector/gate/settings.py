@@ -9,7 +9,7 @@ from pydantic import Field
 
 from inducekv_vllm.bundle import Gate
 
-from ..runtime.settings import Flag, Seed, Settings
+from ..runtime.settings import Flag, Settings
 
 DEFAULT_MISSES: Final = 0.0  # of a gate of prototypes
 TEXT_MISSES: Final = 0.05  # of one of classifiers, at least
@@ -25,14 +25,20 @@ Misses = Annotated[
 
 
 class GateSettings(Settings):
-    """Of a gate that is fitted alone. Raises `ConfigError` for values out of range."""
+    """Of `inducekv-bundle gate-fit`. Raises `ConfigError` for values out of range."""
 
+    gate_kind: Annotated[
+        Kind | None,
+        Flag(
+            "classifiers tell people's own words apart, and are for text alone; prototypes find a form with places to "
+            "fill (default: as the bundle has, or by the questions)"
+        ),
+    ] = None
     gate_misses: Misses = None
-    seed: Seed = 0
 
 
 class FitsGate(Protocol):
-    """Settings that a gate is fitted with, among others."""
+    """Settings of a recipe whose memories have a gate."""
 
     @property
     def gate_misses(self) -> float | None: ...
@@ -58,6 +64,9 @@ class GateOptions:
         return cls(settings.gate_misses, settings.seed)
 
     @classmethod
-    def again(cls, gate: Gate, misses: float | None, seed: int) -> GateOptions:
-        """For a gate in the place of this one: of its kind, and it looks at the same layers."""
-        return cls(misses, seed, "classifiers" if gate.classified else "prototypes", gate.layers)
+    def again(cls, settings: GateSettings, gate: Gate | None) -> GateOptions:
+        """For a gate in the place of this one, if there is one: it looks at the same layers."""
+        if gate is None:
+            return cls(settings.gate_misses, kind=settings.gate_kind)
+        kind: Kind = "classifiers" if gate.classified else "prototypes"
+        return cls(settings.gate_misses, kind=settings.gate_kind or kind, layers=gate.layers)

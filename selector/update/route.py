@@ -19,18 +19,11 @@ from inducekv_vllm.errors import BundleError
 from ..backbone.model import Backbone
 from ..gate.data import GateData
 from ..gate.fit import FittedGate, fit_gate
-from ..gate.settings import GateOptions, GateSettings
 from .settings import ROUTE
 
 
 def route_bundle(
-    backbone: Backbone,
-    data: GateData,
-    adapters: Mapping[str, Path],
-    settings: GateSettings,
-    *,
-    relative_to: Path,
-    progress: bool = False,
+    backbone: Backbone, data: GateData, adapters: Mapping[str, Path], *, relative_to: Path, progress: bool = False
 ) -> tuple[Bundle, FittedGate]:
     """Fit a gate to questions of tasks and questions that need no adapter.
 
@@ -43,12 +36,12 @@ def route_bundle(
         ConfigError: see `selector.gate.data.check_questions`.
     """
     records = tuple(_record(backbone, task, folder, relative_to) for task, folder in adapters.items())
-    fitted = fit_gate(backbone, data, GateOptions.of(settings), progress=progress)
-    questions = {"questions": {task: len(examples) for task, examples in data.own.items()}}
+    fitted = fit_gate(backbone, data, progress=progress)
+    questions = {task: len(examples) for task, examples in data.own.items()}
     bundle = bundle_without_entries(
         backbone.fingerprint,
         recipe=ROUTE,
-        settings={**settings.model_dump(), **fitted.recorded, **questions},
+        settings={**fitted.recorded, "questions": questions},
         gate=fitted.gate,
         task_adapters=records,
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from inducekv_vllm import MemoryLLM
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.frontend.offline import MemoryLLM
 
 
 def test_a_string_is_no_list_of_ids(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import HeliumConfig
 
+from inducekv_vllm import MemoryLLM
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
-from inducekv_vllm.frontend.offline import MemoryLLM
 from tests.engine.parity import FEWER_PROCESSES, engine
 from tests.tiny_families import TEXT_SIZES
 from tests.tiny_models import save_tiny_text_model

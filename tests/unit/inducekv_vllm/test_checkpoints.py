@@ -288,7 +288,6 @@ def test_every_command_refuses_them(copy: Path, tmp_path: Path, capsys: pytest.C
     data = [f"--task={task}", "--budget=1"]
     commands: dict[str, Callable[[], int | None]] = {
         "inducekv-select": lambda: select([*made, *data, f"--anchors={tmp_path / 'anchors'}", f"--base={base}"]),
-        "inducekv-bundle build": lambda: bundle_command(["build", *made, *data]),
         "inducekv-bundle route": lambda: bundle_command(
             ["route", *made, f"--base={base}", f"--adapter=t={tmp_path}:{task}"]
         ),

@@ -159,8 +159,17 @@ def test_python_blocks_compile_and_import_what_is_there(page: Path) -> None:
                 spec = importlib.util.find_spec(node.module)
                 assert spec, node.module
                 assert spec.origin, node.module
-                defined = {getattr(child, "name", None) for child in ast.parse(Path(spec.origin).read_text()).body}
+                module = ast.parse(Path(spec.origin).read_text())
+                defined = {getattr(child, "name", None) for child in module.body} | public_names(module)
                 assert {alias.name for alias in node.names} <= defined
+
+
+def public_names(module: ast.Module) -> set[str]:
+    """Of `__all__`."""
+    lists = [
+        each.value for each in module.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__"
+    ]
+    return {name for each in lists for name in ast.literal_eval(each)}
 
 
 @pages

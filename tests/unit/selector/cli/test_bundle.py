@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.gate import TurnMarks
+from selector.cli.bundle import SUBCOMMANDS
 from server.demo import BUNDLE, CHECKPOINT
 from tests.bundles import random_bundle, random_gate, random_gated_bundle
-from tests.task_data import record, write_task
 from tests.unit.selector.cli.bundle_command import command, refuse, written
-from tests.unit.selector.imitated import imitated_server
 from tests.unit.selector.stream import stop
 
 GATE = random_gate(marks=TurnMarks((7, 8), 9), thresholds=torch.tensor([0.25, 0.5]))
@@ -95,91 +92,17 @@ def test_diff(old: Path, tmp_path: Path) -> None:
     assert not any(line.startswith(("payload_values", "retrieval_keys", "layer_bias", "backbone")) for line in lines)
 
 
-def test_plan(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    sizes = {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-    path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": sizes | {"head_dim": 128}}))
-    printed = command("plan", "--config", path)
-    for number in ("72.31", "144.62", "289.25", "578.50", "4096"):
-        assert number in printed
-    assert "144.31" in command("plan", "--config", path, "--budget", "64", "--payload-tokens", "16")
-    in_float32 = command("plan", "--config", path, "--budget", "64", "--payload-dtype", "float32")
-    assert str(64 * (2 * 2560 + 4 * 36 * 8 * 8 * (128 + 128))) in in_float32
-    assert "--payload-tokens must be at least 1" in refuse("plan", "--config", path, "--payload-tokens", "0")
-    assert "--budget must be at least 1" in refuse("plan", "--config", path, "--budget", "-4")
-    latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    path.write_text(json.dumps(sizes | latents))
-    printed = command("plan", "--config", path, "--budget", "64")
-    assert "latents for all heads: keys of 576, values of 512" in printed
-    assert "38.56" in printed  # as it is stored
-    assert "72.31" in printed  # by the paper's formula
-    path.write_text("{")
-    assert "not JSON" in refuse("plan", "--config", path)
-
-
-def build(model: Path, task: Path, output: Path, *more: str) -> list[object]:
-    data = ["build", "--model", model, "--task", task, "--output", output]
-    return [*data, "--budget", "4", "--payload-tokens", "3", *more]
-
-
-def test_build(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> None:
-    model, first, second = model_folders["qwen3-vl"], tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    more = ("--policy", "k-center", "--weighting", "prior", "--seed", "3")
-    printed = [command(*build(model, task_file, output, *more)) for output in (first, second)]
-    assert first.read_bytes() == second.read_bytes()
-    bundle = read_bundle(first)
-    assert all(bundle.digest in text for text in printed)
-    assert bundle.metadata.settings == {
-        "budget": 4,
-        "payload_tokens": 3,
-        "policy": "k-center",
-        "weighting": "prior",
-        "seed": 3,
-        "candidates": 12,
-    }
-    command("verify", first, "--model", model)
-
-
-def test_build_refuses_bad_input(model_folders: dict[str, Path], task_file: Path, tmp_path: Path) -> None:
-    llava, output = model_folders["llava"], tmp_path / "out.safetensors"
-    broken = write_task(tmp_path / "broken", [record(0), record(1)])
-    broken.write_text(broken.read_text() + "{\n")
-    no_image = write_task(tmp_path / "no-image", [record(99)])
-    no_picture = write_task(tmp_path / "no-picture", [record(0)])
-    (no_picture.parent / "images/0.png").write_text("not a picture")
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    for arguments, problem in [
-        (build(llava, broken, output), "train.jsonl, line 3: malformed JSON"),
-        (build(llava, no_image, output), "line 1: the image"),
-        (build(llava, no_picture, output), "not a readable image"),
-        (build(llava, empty, output), "the file holds no examples"),
-        (build(llava, tmp_path / "none.jsonl", output), "cannot read"),
-        (build(tmp_path / "no-model", task_file, output), "no such model folder"),
-        (build(llava, task_file, tmp_path / "none" / "x"), "does not exist"),
-        (build(llava, task_file, tmp_path), "is a folder"),
-        (build(llava, task_file, output, "--budget", "0"), "budget must be at least 1"),
-        (build(llava, task_file, output, "--device", "cuda:77"), "device"),
-    ]:
-        assert problem in refuse(*arguments)
-    assert not output.exists()
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_an_interruption_writes_nothing(
-    model_folders: dict[str, Path],
-    task_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("selector.update.build.extract", stop)
-    output = tmp_path / "out.safetensors"
+    monkeypatch.setattr("selector.imported.bundle.import_source", stop)
+    text, output = tmp_path / "text.txt", tmp_path / "out.safetensors"
+    text.write_text("Be brief.")
     output.write_text("the old bundle")
-    command(*build(model_folders["llava"], task_file, output), status=2)
+    command("import", "text", text, "--model", model_folders["llava"], "--output", output, status=2)
     assert "interrupted" in capsys.readouterr().err
     assert output.read_text() == "the old bundle"
-    assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "text.txt"]
 
 
 PROGRAM = """
@@ -188,32 +111,50 @@ for name in ("faiss", "vllm", "sklearn", "scipy", "openai", "peft"):
     sys.modules[name] = None
 from selector.cli.bundle import main
 bundle, model = sys.argv[1:]
-commands = ["inspect", bundle], ["verify", bundle, "--model", model], ["plan", "--config", f"{model}/config.json"]
-sys.exit(max(map(main, commands)))
+sys.exit(max(map(main, (["inspect", bundle], ["verify", bundle, "--model", model]))))
 """
 
 
-def test_inspect_verify_and_plan_need_no_extra() -> None:
+def test_inspect_and_verify_need_no_extra() -> None:
     """They work after a plain `pip install`."""
     run = [sys.executable, "-c", PROGRAM, str(BUNDLE), str(CHECKPOINT)]
     ended = subprocess.run(run, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    for text in ("relevance gate", f"{BUNDLE}: good, 8 entries", "KV tokens a layer"):
+    for text in ("relevance gate", f"{BUNDLE}: good, 8 entries"):
         assert text in ended.stdout
 
 
-def test_names_with_brackets_are_shown_as_they_are() -> None:
+def test_help_waits_for_no_library() -> None:
+    """torch and transformers take seconds to import."""
+    program = "import sys; from selector.cli.bundle import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    program += "print(sorted({'numpy', 'rich', 'torch', 'transformers'} & sys.modules.keys()))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"
+    assert all(f"    {name} " in ended.stdout for name in SUBCOMMANDS)
+
+
+def test_every_module_of_a_subcommand_is_there() -> None:
+    for name in SUBCOMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            command(name, "--help")
+        assert ended.value.code == 0
+
+
+def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
     """Rich would take them for marks of its own."""
-    card = {"name": "[/x]", "digest": "d", "entries": 1, "facts": 0, "tasks": ["[red]:key:"]}
-    card |= {"versions": ["d"], "active_requests": 0}
-    with imitated_server(lambda request: (200, {"data": [card], "has_more": False})) as url:
-        assert command("list", "--url", url).splitlines()[1].split() == ["[/x]", "d", "1", "0", "[red]:key:", "0", "0"]
+    entries = tuple(
+        entry.model_copy(update={"id": f"[/x]{n}", "task": "[red]:key:"})
+        for n, entry in enumerate(random_bundle().metadata.entries)
+    )
+    printed = command("inspect", written(random_bundle(entries=entries), tmp_path / "b.safetensors"), "--entries")
+    assert "tasks           [red]:key: (5)\n" in printed
+    assert "4\t[/x]4\t[red]:key:\t" in printed
 
 
 def test_a_wrong_command_line_is_one_line() -> None:
     for arguments, problem in (
-        (["plan", "--config", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
+        (["eval", "x", "--questions", "y", "--model", "m", "--url", "u"], "argument --url: not allowed with argument"),
         (["inspekt"], "invalid choice: 'inspekt'"),
-        (["verify"], "the following arguments are required: PATH"),
+        (["verify"], "the following arguments are required: BUNDLE"),
     ):
         assert problem in refuse(*arguments)

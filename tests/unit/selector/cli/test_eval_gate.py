@@ -1,4 +1,4 @@
-"""`inducekv-bundle eval-gate`: its counts, decided here and by a server."""
+"""`inducekv-bundle eval --gate`: its counts, decided here and by a server."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_counts_are_those_of_single_decisions(
     assert gate is not None
     files = [tasks["colours"], tasks["counts"], tasks["places"], requests]
     asked = [part for file in files for part in ("--questions", file)]
-    lines = command("eval-gate", path, *asked, "--model", model_folders["llava"]).splitlines()
+    lines = command("eval", "--gate", path, *asked, "--model", model_folders["llava"]).splitlines()
     expected = []
     for file, task in zip(files, ("colours", "counts", "no task", "no task"), strict=True):
         examples = read_background(file)
@@ -132,7 +132,7 @@ def test_a_server_is_asked(path: Path, tasks: dict[str, Path], requests: Path, m
     server = FakeServer(read_bundle(path).digest)
     asked = [part for file in (tasks["colours"], tasks["counts"], requests) for part in ("--questions", file)]
     with imitated_server(server.answer) as url:
-        lines = command("eval-gate", path, *asked, "--url", url).splitlines()
+        lines = command("eval", "--gate", path, *asked, "--url", url).splitlines()
     assert [line.split() for line in lines[1:4]] == [
         ["colours", "train", "12", "0", "0", "0", "12", "0"],
         ["counts", "train", "12", "12", "12", "0", "0", "0"],
@@ -167,8 +167,8 @@ def test_what_is_refused(path: Path, tasks: dict[str, Path], tmp_path: Path, mod
             ((path, "--questions", tmp_path / "none.txt", "--url", url), "cannot read the background requests"),
             ((path, *questions, "--model", model_folders["qwen3-vl"]), "another backbone"),
         ):
-            assert problem in refuse("eval-gate", *arguments)
+            assert problem in refuse("eval", "--gate", *arguments)
         server.trace = None
-        assert "has no trace of the gate" in refuse("eval-gate", path, *questions, "--url", url)
+        assert "has no trace of the gate" in refuse("eval", "--gate", path, *questions, "--url", url)
         server.digest = "0" * 64
-        assert "serves another version as 'both'" in refuse("eval-gate", path, *questions, "--url", url)
+        assert "serves another version as 'both'" in refuse("eval", "--gate", path, *questions, "--url", url)

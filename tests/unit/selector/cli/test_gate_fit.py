@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from tests.gates import bundle_behind
 from tests.task_data import questions_about, record, write_task
 from tests.tiny_families import FAMILIES
 from tests.unit.selector.cli.bundle_command import command, refuse, written
-
-OF_THE_RULE = ("gate_weights", "gate_thresholds")
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +57,6 @@ def files(model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path
     return Files(model_folders["llava"], tasks, tmp_path)
 
 
-def log_of(gate: Gate, rows: Sequence[Any], path: Path) -> Path:
-    lines = [{"gate": gate.token_digest, "evidence": row, "task": None} for row in rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 COLOURS = (
     "What colour is it? 3",
     "paint on the door?",
@@ -99,7 +90,7 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
     background = tmp_path / "requests.txt"
     background.write_text("".join(f"Open door {number}, please.\n" for number in range(5)))
     content = old.read_bytes()
-    options = ("--background", background, "--gate-misses", "0.05", "--seed", "4")
+    options = ("--background", background, "--gate-misses", "0.05")
     printed = command(*files.arguments(old, *options, tasks=("counts", "colours")))  # in any order
     assert old.read_bytes() == content
     after = read_bundle(files.new)
@@ -109,7 +100,7 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
     assert after.gate is not None
     assert bundle.gate is not None
     data = GateData(own, read_task(files.tasks["base"]), read_background(background))
-    expected = fit_gate(llava, data, GateOptions(0.05, 4, layers=bundle.gate.layers))
+    expected = fit_gate(llava, data, GateOptions(0.05, layers=bundle.gate.layers))
     for name, tensor in expected.gate.tensors().items():
         assert torch.equal(after.tensors()[name], tensor), name
 
@@ -121,6 +112,20 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
         assert kind in lines[3]
 
 
+def test_a_first_gate(llava: Backbone, bundle: Bundle, files: Files, tmp_path: Path) -> None:
+    """A bundle without one gets the gate of a fit, and a gate that looks at no layers of another."""
+    plain = bundle.next(gate=None)
+    command(*files.arguments(written(plain, tmp_path / "plain.safetensors")))
+    after = read_bundle(files.new)
+    own = {task: read_task(files.tasks[task]) for task in ("colours", "counts")}
+    expected = fit_gate(llava, GateData(own, read_task(files.tasks["base"])))
+    assert after.gate is not None
+    for name, tensor in expected.gate.tensors().items():
+        assert torch.equal(after.tensors()[name], tensor), name
+    for name, tensor in plain.tensors().items():
+        assert torch.equal(after.tensors()[name], tensor), name
+
+
 def test_what_is_refused_leaves_nothing(
     old: Path, files: Files, tmp_path: Path, model_folders: dict[str, Path]
 ) -> None:
@@ -130,13 +135,12 @@ def test_what_is_refused_leaves_nothing(
     asked.write_text("Hi!\n")
     text = write_task(tmp_path / "text", [line | {"messages": [_says("Hi!")]} for line in _of("counts", "?")[:1]])
     for arguments, problem in (
-        (files.arguments(plain), "plain.safetensors: the bundle has no relevance gate"),
+        (files.arguments(plain), "plain.safetensors: a relevance gate needs another weighting"),
         (files.arguments(old, tasks=["colours"]), "there are no questions of the task 'counts', which the bundle has"),
         (files.arguments(old, tasks=["colours", "places"]), "the bundle does not have the task 'places'"),
         (files.arguments(old, "--task", mixed), "expected questions of one task, found 'colours', 'counts'"),
         (files.arguments(old, "--gate-misses", "0.6"), "gate_misses must be at most 0.5, found 0.6"),
         (files.arguments(old, "--gate-misses", "-0.1"), "gate_misses must be at least 0, found -0.1"),
-        (files.arguments(old, "--seed", str(2**63)), f"seed must be below {2**63}, found {2**63}"),
         (
             files.arguments(old, "--base", files.tasks["counts"]),
             "base question 'counts0' is also a question of the task 'counts'",

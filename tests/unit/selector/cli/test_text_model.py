@@ -78,17 +78,6 @@ def test_pictures_are_refused_before_anything_is_trained(text_stream: Stream, ta
     assert sorted(text_stream.folder.iterdir()) == before
 
 
-def test_build_and_verify(text_stream: Stream, capsys: pytest.CaptureFixture[str]) -> None:
-    output, task = text_stream.folder / "built.safetensors", text_stream.tasks["colours"]
-    assert (
-        bundle_command(["build", f"--model={text_stream.model}", f"--task={task}", "--budget=4", f"--output={output}"])
-        == 0
-    )
-    assert bundle_command(["verify", str(output), f"--model={text_stream.model}"]) == 0
-    assert read_bundle(output).num_entries == 4
-    assert "4 entries" in capsys.readouterr().out
-
-
 CITIES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi", "Perth", "Accra", "Minsk")
 
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from inducekv_vllm.bundle import Bundle, read_bundle
+from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import BundleError, UnsupportedModel
 from selector.backbone.generation import score
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
-from selector.data.examples import read_task
 from selector.imported.bundle import import_source
 from selector.imported.cartridge import cartridge_source
 from selector.imported.peft import peft_source
@@ -27,7 +26,6 @@ from tests.imported import ADAPTERS, behind_adapter, behind_cache, behind_text, 
 from tests.tiny_families import FAMILIES, LATENT_FAMILIES
 from tests.tiny_hybrids import save_lfm2
 from tests.tiny_models import save_tiny_text_model
-from tests.unit.selector.cli.bundle_command import command
 
 TOLERANCE, MATTERS = 2e-5, 0.1
 QUESTION, ANSWER = "Is the red triangle left of the blue one?", [5, 60, 7, 300, 12, 100, 33]
@@ -124,24 +122,6 @@ def test_a_text_as_a_turn(llama_folder: Path, llama: Backbone, tmp_path: Path) -
     ids = llama.tokenizer(f"<|im_start|>system\n{TEXT}<|im_end|>\n")["input_ids"]
     assert bundle.payload_tokens == len(ids)
     check(llama, bundle, behind_text(llama_folder, ids, inputs_of(llama), ANSWER))
-
-
-def test_a_gate_from_example_questions(model_folders: dict[str, Path], tasks: dict[str, Path], tmp_path: Path) -> None:
-    text, output = tmp_path / "colours.txt", tmp_path / "b.safetensors"
-    text.write_text(TEXT)
-    known = ("--model", model_folders["llava"], "--output", output)
-    plain = command("import", "text", text, *known)
-    before = read_bundle(output)
-    printed = command("import", "text", text, *known, "--gate", tasks["colours"], "--base", tasks["base"])
-    after = read_bundle(output)
-    assert "questions of no task that open the gate" in printed
-    assert "questions of no task" not in plain
-    assert after.gate is not None
-    assert after.gate.tasks == ("colours",) == after.metadata.tasks
-    counts = {"base_questions": len(read_task(tasks["base"])), "background_requests": 0}
-    fit = {"gate_misses": 0.0, "seed": 0}
-    assert after.metadata.settings == before.metadata.settings | fit | counts
-    assert torch.equal(after.payload_keys, before.payload_keys)
 
 
 @pytest.mark.slow

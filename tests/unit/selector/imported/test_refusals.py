@@ -336,9 +336,6 @@ def test_the_command_writes_nothing_if_it_fails(llama_folder: Path, tmp_path: Pa
     known = ("--model", llama_folder, "--output", output)
     assert "No such file" in refuse("import", "cartridge", tmp_path / "nowhere", *known)
     assert "--role is for a text, found peft" in refuse("import", "peft", tmp_path, *known, "--role", "user")
-    assert "a gate needs --gate" in refuse("import", "text", text, *known, "--gate", text)
-    for flag in (("--background", text), ("--not", text), ("--gate-misses", "0.1"), ("--seed", "3")):
-        assert f"{flag[0]} is of a gate's fit: give --gate and --base" in refuse("import", "text", text, *known, *flag)
     assert "--task must be Unicode of at most 256" in refuse("import", "text", text, *known, "--task", "x" * 257)
     assert "found 4: 'caf" in refuse("import", "text", text.rename(tmp_path / "caf\udce9.txt"), *known)
     (tmp_path / "caf\udce9.txt").rename(text)

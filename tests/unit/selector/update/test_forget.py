@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, FactRecord, bundle_digest, with_entries
-from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
-from selector.backbone.model import Backbone
-from selector.data.examples import Example, read_task
-from selector.gate.data import NO_QUESTIONS, GateData
-from selector.gate.fit import fit_gate
-from selector.gate.settings import GateOptions
-from selector.update.forget import Forgotten, refitted_gate, rows_to_forget, without_entries
-from tests.bundles import G, J, L, random_bundle, random_gate, random_gated_bundle, random_maps, remade
-from tests.gates import bundle_behind
-from tests.task_data import record, write_task
+from inducekv_vllm.bundle import Bundle, bundle_digest, with_entries
+from inducekv_vllm.errors import BundleError
+from selector.update.forget import Forgotten, rows_to_forget, without_entries
+from tests.bundles import G, J, L, random_bundle, random_gated_bundle, random_maps
 
 
 def decoupled() -> Bundle:
@@ -101,71 +91,3 @@ class TestNamed:
     def test_what_cannot_be_forgotten(self, named: dict[str, list[str]], problem: str) -> None:
         with pytest.raises(BundleError, match=f"b.safetensors: {problem}"):
             self.rows(random_bundle(), **named)
-
-
-def test_the_gate_is_fitted_again_without_what_is_forgotten(llava: Backbone, tmp_path: Path) -> None:
-    """The gate is the one that the anchors that are left would have given in the first place."""
-
-    def examples(task: str, numbers: Iterable[int], **changes: Any) -> list[Example]:
-        lines = [record(number, task=task, **changes) for number in numbers]
-        for line in lines:
-            line["messages"][0]["content"] = [
-                *line["messages"][0]["content"][:-1],
-                {"type": "text", "text": f"{task}?"},
-            ]
-        return read_task(write_task(tmp_path / task, lines))
-
-    backbone = llava
-    anchors = {task: examples(task, range(4 * i, 4 * i + 4)) for i, task in enumerate("abc")}
-    base = examples("base", range(3))
-    others = GateData(base=base)
-    made_from = [example for task in "abc" for example in anchors[task][:2]]
-    settings = {"gate_misses": 0.2, "seed": 5, "base_questions": 4}
-    bundle = bundle_behind(random_gate(backbone.fingerprint, "abc"), backbone, made_from, settings=settings)
-    rows = [0, 2, 3]  # an entry of a, both of b
-    everything = [example for examples in anchors.values() for example in examples]
-    fitted = refitted_gate(backbone, bundle, rows, everything, others)
-    own = {"a": anchors["a"][1:], "c": anchors["c"]}  # not the example of the forgotten entry
-    assert bundle.gate is not None
-    expected = fit_gate(backbone, GateData(own, base), GateOptions(0.2, 5, layers=bundle.gate.layers))
-    assert fitted is not None
-    assert fitted.gate.tasks == ("a", "c")
-    assert fitted.prices == expected.prices
-    for name, tensor in fitted.gate.tensors().items():
-        assert torch.equal(tensor, expected.gate.tensors()[name]), name
-    assert without_entries(bundle, rows, fitted.gate).metadata.gate_tasks == ("a", "c")
-
-    with pytest.raises(ConfigError, match="there are no anchors of the task 'c'"):
-        refitted_gate(backbone, bundle, rows, anchors["a"], others)
-    with pytest.raises(TaskDataError, match="base question 'e1' is also a question of the task 'a'"):
-        refitted_gate(backbone, bundle, rows, everything, GateData(base=[*base, anchors["a"][1]]))
-    with pytest.raises(ConfigError, match=r"fitted to base questions too.*--base"):
-        refitted_gate(backbone, bundle, rows, everything, NO_QUESTIONS)
-    for fitted_to, expected_error in (
-        ("background_requests", r"fitted to background requests of yours too: give --background"),
-        ("near_misses", r"fitted to near-misses too.*--not"),
-    ):
-        asked = with_entries(
-            replace(bundle, metadata=bundle.metadata.model_copy(update={"settings": {fitted_to: 3}})),
-            bundle.metadata.entries,
-        )
-        with pytest.raises(ConfigError, match=expected_error):
-            refitted_gate(backbone, asked, rows, everything, others)
-    assert refitted_gate(backbone, remade(random_bundle()), [0], everything, others) is None
-
-
-def test_the_gate_is_fitted_again_for_tasks_of_facts_alone(
-    llava: Backbone, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which have no entry, and may be all that is left."""
-    facts = tuple(
-        FactRecord(id=f"f{task}", task=task, source_digest=task, question="Who?", answer="I") for task in "bc"
-    )
-    made_from = [replace(each, task="a") for each in examples[:2]]
-    bundle = bundle_behind(random_gate(llava.fingerprint, "abc"), llava, made_from, facts=facts)
-    anchors = [replace(each, task=task) for each, task in zip(examples[2:5], "abc", strict=True)]
-    fitted_to: list[list[str]] = []
-    monkeypatch.setattr("selector.update.forget.fit_gate", lambda _, data, *__, **___: fitted_to.append(list(data.own)))
-    refitted_gate(llava, bundle, [0, 1], anchors, NO_QUESTIONS)
-    refitted_gate(llava, bundle, [0, 1], anchors, NO_QUESTIONS, forgotten=Forgotten(tasks=["c"]))
-    assert fitted_to == [["b", "c"], ["b"]]

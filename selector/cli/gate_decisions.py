@@ -1,30 +1,25 @@
-"""`inducekv-bundle eval-gate`: what a bundle's gate decides on questions whose task is known."""
+"""What a bundle's gate decides on questions whose task is known, as `inducekv-bundle eval` prints it."""
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from inducekv_vllm.bundle import Bundle, Gate, read_bundle
-from inducekv_vllm.errors import BundleError
+from inducekv_vllm.bundle import Gate
 
-from .asking import Decided, add_asked, check_asked, require_served, served_decisions
-from .gate_tables import print_table
-from .loading import load_backbone
+from .asking import Decided
+from .common import print_table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..data.examples import Example
 
-SUCCESS = 0
-Command = Callable[[argparse.Namespace], int]
 NO_TASK: Final = "no task"
 NEAREST: Final = 10  # questions on either side of a gate's threshold
 SHOWN: Final = 100  # characters of each
@@ -53,22 +48,6 @@ class Outcomes:
     below_threshold: int
 
 
-def eval_gate(options: argparse.Namespace) -> int:
-    """Print how a bundle's gate decides on questions: task data, of which each example names its task, and .txt files
-    of requests that belong to none. Decided here with --model, or by a running server with --url.
-    """
-    check_asked(options)
-    bundle = read_bundle(options.path)
-    if (gate := bundle.gate) is None:
-        raise BundleError(f"{options.path}: the bundle has no relevance gate")
-    asked = [question for path in options.questions for question in _read(path, gate)]
-    decide = _by_server if options.url else _by_model
-    decisions = decide(options, bundle, gate, [question.example for question in asked])
-    _print(outcomes(asked, decisions))
-    print_nearest(asked, decisions)
-    return SUCCESS
-
-
 def nearest(asked: Sequence[Asked], decisions: Sequence[Decided], *, is_open: bool) -> list[tuple[Asked, Decided]]:
     """The questions nearest to the threshold, on one side of it; the nearest first."""
     found = [pair for pair in zip(asked, decisions, strict=True) if (pair[1].task is not None) == is_open]
@@ -91,20 +70,12 @@ def outcomes(asked: Sequence[Asked], decisions: Sequence[Decided]) -> list[Outco
     return rows
 
 
-def _read(path: Path, gate: Gate) -> list[Asked]:
+def read_asked(path: Path, gate: Gate) -> list[Asked]:
     from ..gate.background import read_background
 
     examples = read_background(path)
     own = () if path.suffix == ".txt" else gate.tasks
     return [Asked(each, each.task if each.task in own else None, path.stem) for each in examples]
-
-
-def _by_model(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]) -> list[Decided]:
-    from ..backbone.token_values import evidence_of
-
-    backbone = load_backbone(options.model, options.device)
-    bundle.require_backbone(backbone.fingerprint, str(options.path))
-    return decided(gate, evidence_of(backbone, gate, examples))
 
 
 def decided(gate: Gate, evidence: Tensor) -> list[Decided]:
@@ -116,13 +87,7 @@ def decided(gate: Gate, evidence: Tensor) -> list[Decided]:
     return [Decided(each.task, each.closed, float(each.margins.max())) for each in decisions]
 
 
-def _by_server(options: argparse.Namespace, bundle: Bundle, gate: Gate, examples: Sequence[Example]) -> list[Decided]:
-    name = options.name or options.path.stem
-    require_served(options.url, name, bundle.digest)
-    return served_decisions(options.url, name, examples)
-
-
-def _print(rows: Sequence[Outcomes]) -> None:
+def print_outcomes(rows: Sequence[Outcomes]) -> None:
     head = ("questions", "to the task", "opened", "to another task", "closed: outside", "closed: below threshold")
     table = Table("task", "kind", *head, box=None)
     for row in rows:
@@ -146,9 +111,3 @@ def print_nearest(asked: Sequence[Asked], decisions: Sequence[Decided]) -> None:
             shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
             table.add_row(f"{decision.margin:+.2f}", decision.task or "-", question.task or NO_TASK, shown)
         print_table(table)
-
-
-def add_command(command: Callable[[str, Command], argparse.ArgumentParser]) -> None:
-    """Add this command to the parser of `inducekv-bundle`."""
-    added = command("eval-gate", eval_gate)
-    add_asked(added, "decide", "task data, or a .txt file with a request of no task on each line")
