@@ -17,20 +17,18 @@ from typing import Any
 from inducekv_vllm.bundle import Bundle, read_bundle
 
 from .backbone.model import Backbone
+from .data.document import Document
 from .data.examples import Example
 from .data.given import Data, read
 from .data.notes import TaskDataWarning
 from .data.records import BY_NAME, Columns
 from .document.reading import read_document
-from .document.settings import DOCUMENT
-from .document.text import Document
 from .gate.data import read_others
-from .recipes import settings_after
+from .recipes import DEFAULT, recipes_for, settings_after
 from .run import Anchors, TaskRequest, checked, learn
 from .runtime.callback import Callback
 from .update.accuracy import Accuracy, accuracies_of
 from .update.result import helps
-from .update.settings import REFINED
 
 __all__ = [
     "Accuracy",
@@ -91,8 +89,8 @@ def teach(
         progress: show bars on standard error.
         callbacks: are told of each step of a training, and of the end.
         columns: which columns hold prompt, answer and picture, where their names do not say so; those of `base` may.
-        output: write the bundle there, and its report beside it as NAME.report.json and NAME.report.html; the folder is
-            made if it does not exist.
+        output: write the bundle there, and its report beside it as NAME.report.json; the folder is made if it does not
+            exist.
         settings: of `RefinedSettings`: budget, steps, activation, learning_rate, ...; what all entries of a memory have
             in common is by default that of `previous`.
 
@@ -107,14 +105,14 @@ def teach(
         UnsupportedModel: the model cannot be loaded, or has no attention that memory can act on.
         BundleError: the bundle cannot be written.
     """
-    before = previous.bundle if previous is not None else None
-    device = str(model.device) if isinstance(model, Backbone) else "cpu"
+    before = None if previous is None else previous.bundle
     task_to_learn = checked(
         TaskRequest(
             load=lambda: _loaded(model),
+            recipe=DEFAULT,
+            settings=settings_after(before, DEFAULT, settings, _device_of(model)),
             examples=read(examples, task, columns),
             validation=None if validation is None else read(validation, task, columns),
-            settings=settings_after(before, REFINED, settings, device),
             others=read_others(base, background, near_misses, columns),
             previous=before,
             anchors=Anchors(previous.anchors if previous is not None else ()),
@@ -145,7 +143,7 @@ def teach_document(
         document: a file of text, Markdown, HTML or PDF, whose name is the title; or `selector.Document`.
         previous: the memory of an earlier version of the document, from which the training starts.
         output: as of `teach`; what was studied is kept beside it until the bundle is written.
-        settings: of `DocumentSettings`: tokens, minutes, steps, form, start, ...
+        settings: of `DocumentSettings`: payload_tokens, minutes, steps, form, start, ...
         base, background, near_misses, progress, callbacks: as of `teach`.
 
     Raises:
@@ -154,26 +152,23 @@ def teach_document(
         ConfigError, UnsupportedModel, BundleError: as of `teach`; the previous memory is none of this document.
     """
     before = previous.bundle if isinstance(previous, Taught) else previous
-    device = str(model.device) if isinstance(model, Backbone) else "cpu"
+    (recipe,) = recipes_for("document")
     if not isinstance(document, Document):
         document = Document(Path(document).stem, read_document(Path(document)))
-    learned = learn(
-        checked(
-            TaskRequest(
-                load=lambda: _loaded(model),
-                examples=(),
-                validation=None,
-                settings=settings_after(before, DOCUMENT, settings, device),
-                others=read_others(base, background, near_misses),
-                previous=before,
-                output=None if output is None else Path(output),
-                identity=None if output is None else {"model": str(_name_of(model))},
-                document=document,
-                progress=progress,
-            )
-        ),
-        callbacks=callbacks,
+    task = checked(
+        TaskRequest(
+            load=lambda: _loaded(model),
+            recipe=recipe,
+            settings=settings_after(before, recipe, settings, _device_of(model)),
+            document=document,
+            others=read_others(base, background, near_misses),
+            previous=before,
+            output=None if output is None else Path(output),
+            identity=None if output is None else {"model": str(_name_of(model))},
+            progress=progress,
+        )
     )
+    learned = learn(task, callbacks=callbacks)
     return Taught(learned.bundle, learned.report, learned.anchors)
 
 
@@ -198,6 +193,10 @@ def evaluate(
     backbone = _loaded(model)
     read_in = bundle if isinstance(bundle, Bundle) else read_bundle(Path(bundle))
     return accuracies_of(backbone, read_in, read(questions, columns=columns), max_tokens)
+
+
+def _device_of(model: str | Path | Backbone) -> str:
+    return str(model.device) if isinstance(model, Backbone) else "cpu"
 
 
 def _name_of(model: str | Path | Backbone) -> str | Path:

@@ -16,7 +16,7 @@ from ..backbone.token_values import layers_of_gate
 from ..update.inputs import TaskInputs
 from .candidates import RUNGS, every_candidate
 from .duration import seconds_of_search
-from .entries import initial_entries, settings_for
+from .entries import initial_entries
 from .settings import RefinedSettings
 from .training import TrainingProblem, log_prior
 
@@ -38,8 +38,7 @@ def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) 
         Questions(examples, extract_keys(backbone, examples, batch_size=settings.batch_size))
         for examples in (inputs.training, inputs.validation)
     )
-    settings = settings_for(backbone, settings)
-    entries, records = initial_entries(backbone, inputs, settings, training.keys)
+    entries, records = initial_entries(backbone, inputs, settings)
     parts = (entries.retrieval_keys, entries.payload_keys, entries.payload_values, entries.map_in, entries.map_out)
     numbers = sum(part.numel() for part in parts if part is not None)
     calibrate = settings.form == "merged" and inputs.previous is None

@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> AnchorStore:
 
 def fill(store: AnchorStore, tasks: list[list[Example]]) -> None:
     for number, examples in enumerate(tasks):
-        store.append(examples, run=f"run {number}", policy="random", seed=0)
+        store.append(examples, run=f"run {number}", seed=0)
 
 
 def test_what_was_appended_is_read_back_in_the_order_of_the_stream(
@@ -87,7 +87,7 @@ def test_a_run_killed_before_the_manifest_leaves_the_store_as_it_was(
         # What SIGKILL between the folder and the manifest leaves behind.
         module._write_examples(store.folder / f"{number:04d}", examples[:2])
         assert len(store.tasks()) == number
-        store.append(examples, run=f"run {number}", policy="random", seed=0)
+        store.append(examples, run=f"run {number}", seed=0)
         assert len(store.read()) == 4 * (number + 1)
 
 
@@ -97,7 +97,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(
     fill(store, tasks[:1])
     monkeypatch.setattr(module, "replace_file", full_disk)
     with pytest.raises(ConfigError, match=r"cannot write the anchors: .*No space left"):
-        store.append(tasks[1], run="run 1", policy="random", seed=0)
+        store.append(tasks[1], run="run 1", seed=0)
     assert len(store.read()) == 4
     assert not (store.folder / "0001").exists()
 
@@ -117,7 +117,7 @@ def test_two_runs_that_end_at_once_both_append(
         return write(folder, examples)
 
     monkeypatch.setattr(module, "_write_examples", meanwhile)
-    store.append(tasks[0], run="one", policy="random", seed=0)
+    store.append(tasks[0], run="one", seed=0)
     others[0].join()
     assert [task.run for task in store.tasks()] == ["one", "other"]
     assert len(store.read()) == 8
