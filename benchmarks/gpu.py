@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.machine import describe_machine, installed_version
+from benchmarks.record import parser_of
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("qwen3-vl-4b", "llava-1.5-7b")
@@ -128,7 +129,7 @@ def outcome(row: dict[str, Any]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, has_result=False)
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run none")
     parser.add_argument("--models", nargs="+", choices=sorted(GEOMETRIES), default=MODELS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)

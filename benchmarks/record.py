@@ -14,10 +14,11 @@ from benchmarks.machine import describe_machine
 from inducekv_vllm.files.whole import replacing
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """With `--output`."""
+def parser_of(description: str | None, *, has_result: bool = True) -> argparse.ArgumentParser:
+    """With `--output`, if there is a result to keep."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the result to this JSON file, too")
+    if has_result:
+        parser.add_argument("--output", type=Path, help="write the result to this JSON file, too")
     return parser
 
 

@@ -14,14 +14,11 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 
 from .requests import OUR_ROUTES, access_of, admin, error_answer
 
-SAGEMAKER_ROUTE: Final = "/invocations"
-SAGEMAKER_HEADER: Final = b"x-amzn-sagemaker-adapter-identifier"
 DEFAULT_BYTES: Final = 64 * 2**20  # of our routes, where the server was not told
 INLINE_BYTES: Final = 2**16  # a shorter body is parsed at once
 
@@ -68,7 +65,7 @@ class BodyMiddleware:
 
 
 def _too_large(most: int, found: str) -> JSONResponse:
-    reason = f"the body of a request may have {most} bytes here (--memory-max-body-bytes), found {found}"
+    reason = f"the body of a request may have {most} bytes here (max_body_bytes), found {found}"
     return error_answer(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
@@ -76,51 +73,6 @@ def _most_bytes(scope: Scope) -> int | None:
     given = access_of(Request(scope)).max_body_bytes
     is_ours = scope["path"].removeprefix(scope.get("root_path", "")).startswith(OUR_ROUTES)
     return DEFAULT_BYTES if given is None and is_ours else given
-
-
-class SagemakerMiddleware:
-    """Routes `POST /invocations` by its `"model"`, which vLLM drops: the base model would answer for a bundle."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_invocation = scope["type"] == "http" and scope["path"] == SAGEMAKER_ROUTE and scope["method"] == "POST"
-        if not is_invocation or any(name == SAGEMAKER_HEADER for name, _ in scope["headers"]):
-            await self._app(scope, receive, send)
-            return
-        messages, body = await _read(receive)
-        if (model := await _model_of(body, scope["app"].state.openai_serving_models)) is not None:
-            scope = {**scope, "headers": [*scope["headers"], (SAGEMAKER_HEADER, model)]}
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self._app(scope, replay, send)
-
-
-async def _read(receive: Receive) -> tuple[list[Message], bytes]:
-    """The messages of a request up to the end of its body, and the body."""
-    messages: list[Message] = []
-    more = True
-    while more:
-        messages.append(await receive())
-        more = messages[-1].get("more_body", False)
-    return messages, b"".join(message.get("body", b"") for message in messages)
-
-
-async def _model_of(body: bytes, models: OpenAIServingModels) -> bytes | None:
-    """The model that a request names, None for the served one. What no header can hold is escaped: it is no name."""
-    try:
-        found = await parsed(body)
-    except (ValueError, RecursionError):
-        return None
-    model = found.get("model") if isinstance(found, dict) else None
-    if not model or models.is_base_model(str(model)):
-        return None
-    name = str(model)
-    can_be_sent = name.isprintable() and all(ord(character) < 256 for character in name)
-    return name.encode("latin-1" if can_be_sent else "unicode_escape")
 
 
 class MemoryRoute(APIRoute):

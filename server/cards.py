@@ -8,8 +8,9 @@ from typing import Any
 
 from inducekv_vllm.errors import UnknownBundle
 
+from .adapters import task_adapters
 from .changes import Change
-from .names import Names, task_adapters
+from .names import Names
 from .schemas import (
     BundleState,
     DrainingMemory,

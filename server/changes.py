@@ -17,14 +17,15 @@ from typing import Any, Final, TypeVar
 
 from inducekv_vllm.errors import InduceKVError, LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
 from inducekv_vllm.frontend.stopping import EngineStop
-from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 
+from .engines import LOAD_S
 from .journal import Journal
 from .state import ServerState
 
 logger = logger_of(__name__)
 T = TypeVar("T")
+WAITING: Final = 8  # changes that may wait for the running one
 TURN_S: Final = 0.01  # how often a process looks whether another one's change has ended
 # Errors that say nothing about the bundle.
 PASSING: Final = (TooManyChanges, UnknownBundle, VersionConflict)
@@ -89,7 +90,6 @@ class Changes:
         self,
         state: ServerState,
         journal: Journal,
-        config: InduceKVConfig,
         stop: EngineStop,
         follow: Callable[[], Awaitable[None]],
         counted: Callable[[Change], AbstractContextManager[None]],
@@ -99,7 +99,7 @@ class Changes:
             follow: serves what the state has now.
             counted: a context that counts and times the change in it.
         """
-        self._state, self._journal, self._config, self._stop = state, journal, config, stop
+        self._state, self._journal, self._stop = state, journal, stop
         self._follow, self._counted = follow, counted
         self._turn = asyncio.Lock()
         self._waiting = 0  # changes, the running one included
@@ -113,7 +113,7 @@ class Changes:
             LoadTimeout: it takes too long.
             RetryableRequestError: the server is shutting down.
         """
-        limit = self._config.load_timeout_s
+        limit = LOAD_S
         async with self._shown(change, name, who, bounded):
             with self._counted(change), self._stop.running():
                 try:
@@ -165,7 +165,7 @@ class Changes:
 
     @contextlib.contextmanager
     def _waiting_turn(self) -> Iterator[None]:
-        if self._waiting > self._config.max_waiting_changes:
+        if self._waiting > WAITING:
             raise TooManyChanges(f"{self._waiting} changes of bundles are under way; try again later")
         self._waiting += 1
         try:

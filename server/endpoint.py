@@ -32,7 +32,7 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 
 from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware
-from .bodies import BodyMiddleware, MemoryRoute, SagemakerMiddleware
+from .bodies import BodyMiddleware, MemoryRoute
 from .metrics import POOL_BYTES
 from .names import PIN
 from .registry import BundleRegistry
@@ -80,7 +80,6 @@ class InduceKVEndpoint:
         app.include_router(inspection.router)
         app.include_router(page.router)
         app.add_middleware(OwnerMiddleware)
-        app.add_middleware(SagemakerMiddleware)
         app.add_middleware(TurnMiddleware)
         app.add_middleware(BodyMiddleware)
         app.add_exception_handler(InduceKVError, refused)

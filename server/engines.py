@@ -16,9 +16,10 @@ from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import poll_delays
 from inducekv_vllm.vllm_seams.logs import logger_of
 
-from .names import task_adapters
+from .adapters import task_adapters
 
 logger = logger_of(__name__)
+LOAD_S: Final = 600.0  # so long a load may take
 ERASE_S: Final = 5.0  # so long changes wait for the memory of a bundle to be overwritten
 
 

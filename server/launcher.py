@@ -98,14 +98,10 @@ def add_flags(group: Any) -> None:
     text = "let requests to any other bundle have the bundle NAME, too, as a second memory that all of them share"
     add("--memory-shared", "shared", "NAME", text)
     add("--memory-top-k", "top_k", "K", "retrieve the K nearest entries for a request; all if not given", type=int)
-    text = "with --memory-top-k and square-root weighting, leave what is not retrieved out of the softmax"
-    add("--no-memory-remainder", "remainder", None, text, action="store_const", const=False)
     text = "let bundles in DIR be loaded while the server runs; needs an admin key"
     add("--memory-root", "roots", "DIR", text, type=_folder, action="append")
     text = "look up the bundle NAME as URI/NAME.safetensors when a request asks for it: a folder, or what fsspec reads"
     add("--memory-resolver", "resolver", "URI", text, type=_folder_or_uri)
-    text = "keep what --memory-resolver fetches in DIR"
-    add("--memory-resolver-cache", "resolver_cache", "DIR", text, type=_absolute)
     text = f"the key of those who may change bundles; better in {ADMIN_KEY_VARIABLE}, where other users do not see it"
     add("--memory-admin-key", "admin_key", "KEY", text)
     text = "keep what is loaded, its versions and a record of all changes in FILE, and serve it again after a restart"
@@ -120,8 +116,6 @@ def add_flags(group: Any) -> None:
     add("--require-signature", "require_signature", "KEY", text, type=_absolute, action="append")
     text = "serve a page for people at /memory: bundles, facts, questions with and without memory, latest decisions"
     add("--memory-page", "memory_page", None, text, action="store_const", const=True)
-    text = "answer bodies of more bytes with 413, on all routes; if not given, memory routes take 64 MiB"
-    add("--memory-max-body-bytes", "max_body_bytes", "N", text, type=int)
     text = "append what the relevance gate sees of every request, and its decision, to FILE: numbers, no text"
     add("--gate-log", "gate_log", "FILE", text, type=_absolute)
 

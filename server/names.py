@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from vllm.config import VllmConfig
@@ -23,13 +21,13 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.exceptions import RetryableRequestError
 from vllm.lora.request import LoRARequest
 
-from inducekv_vllm.bundle import AdapterRecord
 from inducekv_vllm.errors import CapacityError, ConfigError, InduceKVError, UnknownBundle, UnsupportedModel
 from inducekv_vllm.frontend.memory_engine import Lease, MemoryRequest
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.teaching import ROUTE
 from inducekv_vllm.vllm_seams.requirements import groups_adapters
 
+from .adapters import adapter_number, task_adapters
 from .metrics import RegistryMetrics
 from .recency import Recency
 from .schemas import NAME_PATTERN
@@ -40,6 +38,7 @@ try:
 except ImportError:  # vLLM 0.33 has it elsewhere
     from vllm.renderers.chat_utils.chat_message import MM_PARSER_MAP  # type: ignore[no-redef,import-not-found]
 
+MAX_NAMES: Final = 100_000
 PIN: Final = re.compile(r"(?P<name>.+)@(?P<digest>[0-9a-f]{12,64})")  # a digest, or how it begins
 _NAME: Final = re.compile(NAME_PATTERN)
 # vLLM applies an adapter named after a kind of message part ("image", "text") to every request with such a part.
@@ -95,7 +94,7 @@ class ServedNames(dict[str, LoRARequest]):
             return None
         return MemoryRequest(
             lora_name=model,
-            lora_int_id=_number(f"{name} {served.digest}"),
+            lora_int_id=adapter_number(f"{name} {served.digest}"),
             lora_path=served.digest,  # shown to everybody as the model's root
             base_model_name=self._base_model,
         )
@@ -263,11 +262,10 @@ class Names:
             )
         return request
 
-    def check_name(self, name: str, *, replace: bool, at_most: int) -> None:
+    def check_name(self, name: str, *, replace: bool) -> None:
         """
         Args:
             replace: the name may stand for a bundle.
-            at_most: so many names may be served.
 
         Raises:
             ConfigError: it cannot be the name of a bundle, or is taken.
@@ -291,8 +289,8 @@ class Names:
         if name in self:
             if not replace:
                 raise ConfigError(f'a memory bundle {name!r} is loaded already; set "replace" to true to replace it')
-        elif (loaded := self._state.num_names()) >= at_most:
-            raise CapacityError(f"{loaded} bundles are loaded, and no more are allowed (max_bundles)")
+        elif (loaded := self._state.num_names()) >= MAX_NAMES:
+            raise CapacityError(f"{loaded} bundles are loaded, and no more are allowed")
 
     def check_adapters(self, name: str, memory: ServedBundle, vllm_config: VllmConfig) -> None:
         """Raises UnsupportedModel: its adapters cannot be served here."""
@@ -345,23 +343,3 @@ class Names:
         """Of all tasks of all other versions that are resident."""
         others = [version for each, version in self.versions.items() if each != digest]
         return [adapter for version in others for adapter in version.task_adapters.values()]
-
-
-def task_adapters(memory: ServedBundle) -> dict[str, LoRARequest]:
-    """The LoRA adapters of a bundle's tasks. The prefix cache tells adapters apart by name."""
-    return {
-        record.task: LoRARequest(
-            f"inducekv-{record.digest}", _number(record.digest), str(adapter_folder(memory, record))
-        )
-        for record in memory.metadata.task_adapters
-    }
-
-
-def adapter_folder(memory: ServedBundle, record: AdapterRecord) -> Path:
-    """The folder of a task's adapter; a relative path is relative to the bundle's folder."""
-    return Path(memory.path).parent / record.path
-
-
-def _number(text: str) -> int:
-    """Of an adapter, the same in every API process, and far from those that vLLM counts."""
-    return (1 << 30) + int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)

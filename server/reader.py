@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from inducekv_vllm.backbone.stored_facts import FactReader
 from inducekv_vllm.bundle import (
+    MAX_SERVED_BYTES,
     AdapterRecord,
     BackboneFingerprint,
     Bundle,
@@ -32,7 +33,7 @@ from inducekv_vllm.pace import beside_requests
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 
 from .access import Access, stable_path
-from .names import adapter_folder
+from .adapters import adapter_folder
 from .state import ServerState, VersionRecord
 
 T = TypeVar("T")
@@ -198,7 +199,7 @@ class BundleReader:
     def _read(self, name: str, path: str, file: str, keep: bool) -> Checked:
         """`file` is what leads to the bundle now, `path` what will later."""
         source = f"bundle {name!r} ({path})"
-        bundle = read_bundle(file, backbone=self._backbone, max_bytes=self._config.max_bundle_bytes, name=source)
+        bundle = read_bundle(file, backbone=self._backbone, max_bytes=MAX_SERVED_BYTES, name=source)
         if self._signers:
             # Of what was read, not of the file: it may be another one by now. The workers compare the digest.
             require_signature(bundle.signature, bundle.digest, self._signers, source)

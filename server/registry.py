@@ -45,7 +45,7 @@ from .changes import Change, Changes, Transaction
 from .following import POLL_S, Following
 from .journal import Journal
 from .metrics import RegistryMetrics
-from .names import Names, unpinned
+from .names import MAX_NAMES, Names, unpinned
 from .reader import BundleReader, Checked
 from .residency import PoolSize, Residency
 from .resolvers import resolver_of
@@ -92,9 +92,9 @@ class BundleRegistry:
         self._names = Names(models, state, metrics, self._left)
         self.following = Following(state, self._names)
         stop = stop or EngineStop(client)
-        self._changes = Changes(state, self.journal, self._config, stop, self.following.follow, metrics.change)
+        self._changes = Changes(state, self.journal, stop, self.following.follow, metrics.change)
         self._residency = Residency(
-            *(client, state, self._names, self._changes, self._reader, self._config),
+            *(client, state, self._names, self._changes, self._reader),
             self.following.follow,
             self._release,
             self.in_background,
@@ -284,7 +284,7 @@ class BundleRegistry:
         async with self._changing(Change.LOAD, name, RESOLVER, bounded=False) as made:
             self._check_memory(name, checked.memory)
             is_new = name not in self._names
-            if is_new and self._state.num_names() >= self._config.max_bundles and (first := self._state.found_first()):
+            if is_new and self._state.num_names() >= MAX_NAMES and (first := self._state.found_first()):
                 self._leave(await asyncio.to_thread(self._state.drop, first, RESOLVER))
             self._check_name(name, replace=True)
             record = _record(name, checked.memory, RESOLVER, checked.memory.path)
@@ -355,7 +355,7 @@ class BundleRegistry:
             yield made
 
     def _check_name(self, name: str, *, replace: bool) -> None:
-        self._names.check_name(name, replace=replace, at_most=self._config.max_bundles)
+        self._names.check_name(name, replace=replace)
 
     def _check_memory(self, name: str, memory: ServedBundle) -> None:
         """Raises UnsupportedModel: it cannot be served here, or not beside others if it is to be shared."""

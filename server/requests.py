@@ -113,12 +113,12 @@ CHANGE_ERRORS = errors(
     BAD_REQUEST="The body is invalid, or the change is refused; the message says why.",
     UNAUTHORIZED="The admin key is missing or wrong.",
     FORBIDDEN="The server takes no changes: it was started without an admin key, or without a folder to load from.",
-    REQUEST_ENTITY_TOO_LARGE="The body has more bytes than the server takes (`--memory-max-body-bytes`).",
+    REQUEST_ENTITY_TOO_LARGE="The body has more bytes than the server takes (`max_body_bytes`).",
     CONFLICT="The name does not stand for `expected_digest`; the message has the digest found.",
     TOO_MANY_REQUESTS="Too many changes are waiting; try again later.",
     SERVICE_UNAVAILABLE="The server is shutting down.",
-    INSUFFICIENT_STORAGE="The pool or the disk has no room, or there are `max_bundles` names; nothing has changed.",
+    INSUFFICIENT_STORAGE="The pool or the disk has no room, or there are 100,000 names; nothing has changed.",
 )
 NO_PATH = errors(NOT_FOUND="The name is part of no path: it has a line break.")
 NOT_LOADED = errors(NOT_FOUND="No bundle of this name is loaded.")
-TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than `load_timeout_s`; nothing has changed.")
+TOO_LONG = errors(GATEWAY_TIMEOUT="It took longer than 10 minutes; nothing has changed.")

@@ -23,7 +23,6 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm.attention.pool import rows_of
 from inducekv_vllm.errors import CapacityError, InduceKVError
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 
 from . import engines
@@ -69,7 +68,6 @@ class Residency:
         names: Names,
         changes: Changes,
         reader: BundleReader,
-        config: InduceKVConfig,
         follow: Callable[[], Awaitable[None]],
         release: Callable[[ServedBundle], Awaitable[bool]],
         in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
@@ -82,7 +80,7 @@ class Residency:
             in_background: a task that goes on whatever becomes of who waits for it.
         """
         self._client, self._state, self._names, self._changes, self._reader = client, state, names, changes, reader
-        self._config, self._follow, self._release, self._in_background = config, follow, release, in_background
+        self._follow, self._release, self._in_background = follow, release, in_background
         self._pool = pool
         self._coming: dict[tuple[str, frozenset[str]], asyncio.Task[None]] = {}  # loads of cold names, beside others
 
@@ -121,7 +119,7 @@ class Residency:
             load.exception()  # those who wait get it; if nobody does any more, the log has it already
 
     async def _arrival(self, name: str, load: asyncio.Task[None]) -> None:
-        limit = min(WAIT_S, self._config.load_timeout_s)
+        limit = min(WAIT_S, engines.LOAD_S)
         try:
             async with asyncio.timeout(limit):
                 await asyncio.shield(load)
@@ -207,7 +205,7 @@ class Residency:
         number = 1
         while True:
             try:
-                async with asyncio.timeout(self._config.load_timeout_s):
+                async with asyncio.timeout(engines.LOAD_S):
                     return await engines.load(self._client, memory)
             except CapacityError:  # holes, or memory that requests still read
                 if not may_fit or not await self._make_room(number):

@@ -3,8 +3,8 @@
 - What is found is checked like any load, and recorded. It is cold then (`residency.py`).
 - A name that was found is looked up again, at most once in `resolver_refresh_s`: the next request after that gets what
   has been published since. A name that an admin has loaded is not looked up.
-- What is missing, and what has failed, is remembered for `resolver_miss_s`: a stranger's names cost one look each, and
-  a store that hangs costs `resolver_timeout_s` each time.
+- What is missing, and what has failed, is remembered for `MISS_S`: a stranger's names cost one look each, and a store
+  that hangs costs `LOOK_S` each time.
 - Requests for one name share a look.
 """
 
@@ -35,6 +35,8 @@ from .state import ServerState
 logger = logger_of(__name__)
 T = TypeVar("T")
 REMEMBERED: Final = 10_000  # names that are missing, have failed, or were looked up a moment ago, of each
+MISS_S: Final = 5.0  # so long a name is not looked up again that is missing or has failed
+LOOK_S: Final = 30.0  # so long a look may take, and as long what it fetches
 AT_ONCE: Final = 32  # calls of the resolver
 
 
@@ -62,8 +64,8 @@ class Resolving:
         self._cache = DiskCache(Path(config.resolver_cache or default_cache()), config.resolver_cache_bytes)
         self._free = asyncio.Semaphore(AT_ONCE)
         self._looking: dict[str, asyncio.Task[None]] = {}
-        self._missing: TTLCache[str, None] = TTLCache(REMEMBERED, config.resolver_miss_s)
-        self._failed: TTLCache[str, str] = TTLCache(REMEMBERED, config.resolver_miss_s)
+        self._missing: TTLCache[str, None] = TTLCache(REMEMBERED, MISS_S)
+        self._failed: TTLCache[str, str] = TTLCache(REMEMBERED, MISS_S)
         self._fresh: TTLCache[str, None] = TTLCache(REMEMBERED, config.resolver_refresh_s)
 
     async def look(self, name: str) -> None:
@@ -113,8 +115,7 @@ class Resolving:
             self._fresh[name] = None
             LOOKS.labels(outcome).inc()
         except Exception as error:  # whatever a resolver raises
-            limit = self._config.resolver_timeout_s
-            reason = f"no answer in {limit:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
+            reason = f"no answer in {LOOK_S:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
             logger.warning("memory bundle %.200r %s: %.1000s", name, what, " ".join(reason.split()))
             self._failed[name] = what
             LOOKS.labels(FAILED).inc()
@@ -153,7 +154,7 @@ class Resolving:
                 error = found
             loop.call_soon_threadsafe(end, result, error)
 
-        async with asyncio.timeout(self._config.resolver_timeout_s):
+        async with asyncio.timeout(LOOK_S):
             await self._free.acquire()
             threading.Thread(target=run, name="inducekv-resolve", daemon=True).start()
             return await answer

@@ -6,8 +6,6 @@ question a prompt, exact match after lower-casing and dropping final punctuation
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from benchmarks.chat import same_answer
 from benchmarks.demo.world import BASE, SEED, TASKS, examples
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from server.demo import CHECKPOINT
 
 Example = tuple[dict, np.ndarray]
@@ -72,18 +70,14 @@ def _share(rights: Sequence[bool]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=str(CHECKPOINT))
     parser.add_argument("--base", type=int, default=2700, help="held-out base questions, evenly over the families")
     parser.add_argument("--stream", type=int, default=256, help="test questions of each stream task")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    text = json.dumps(measure(args.model, args.base, args.stream) | {"machine": describe_machine()}, indent=2)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    keep(measure(args.model, args.base, args.stream), args.output)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ The demo model is asked about pictures. SmolLM2 is taught its memory first, if t
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from benchmarks.chat import Message, messages_of, question_of, same_answer, user
 from benchmarks.demo import smollm2
 from benchmarks.demo.world import TASKS, examples
 from benchmarks.real.model import cache_folder, model_folder
+from benchmarks.record import parser_of
 from benchmarks.server_process import ServerFailed, serving
 from inducekv_vllm.errors import InduceKVError
 from selector.client import Server
@@ -145,7 +145,7 @@ def server_arguments(model: Path, bundle: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, has_result=False)
     add = parser.add_argument
     add(
         "--model",

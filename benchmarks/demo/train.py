@@ -21,6 +21,7 @@ from benchmarks.demo.packing import Batch, make_batch, normalise
 from benchmarks.demo.questions import COPY_WORDS, FAMILIES, ask
 from benchmarks.demo.scenes import COLOURS, SHAPES, SIZES, Scene, random_scene, render
 from benchmarks.demo.stages import Training, arithmetic, log_to, packed_accuracy, train, warm_up
+from benchmarks.record import parser_of
 from server.demo import CHECKPOINT
 
 SEED = 20
@@ -99,7 +100,7 @@ def build_demo_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, has_result=False)
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="logs and resumable state")
     parser.add_argument("--output", type=Path, default=CHECKPOINT, help="where the finished checkpoint goes")
     parser.add_argument("--warm-up-steps", type=int, default=600)

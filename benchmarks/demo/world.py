@@ -5,7 +5,6 @@ One folder a task ("base" and every stream task), each with {train,validation,te
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from benchmarks.data_folder import data_folder
 from benchmarks.demo.questions import FAMILIES, ask
 from benchmarks.demo.scenes import SPLITS, Scene, random_scene, render, stable_hash
 from benchmarks.demo.streams import SEARCH_STREAMS, STREAMS, Digit, render_digit
+from benchmarks.record import parser_of
 from inducekv_vllm.errors import ConfigError
 
 BASE = "base"
@@ -96,7 +96,7 @@ def write_split(directory: Path, split: str, written: Iterable[tuple[dict, np.nd
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, has_result=False)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=(BASE, *ALL_STREAMS), default=TASKS)
     for split, number in SIZES.items():

@@ -8,6 +8,6 @@ are asked. A tenth of the rows is held out for validation. Each way of `learned.
 asked over HTTP: the tickets, `--base` questions that the model answers well by itself, and longer and longer tickets,
 whose time to first token is taken. Questions of `--base-train` are given to the gate of one of the memories.
 
-Prints the table of docs/results.md, and the result as JSON in the last line; `benchmarks/results/from_a_table.json` is
-the same.
+Prints the table of docs/results.md and the result as JSON, which `--output` keeps
+(`benchmarks/results/from_a_table.json`).
 """

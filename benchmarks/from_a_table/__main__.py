@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,12 @@ import benchmarks.from_a_table as about
 from benchmarks.from_a_table.asked import ask_all
 from benchmarks.from_a_table.learned import WAYS, Rows, learned
 from benchmarks.from_a_table.table import table
-from benchmarks.machine import describe_machine
+from benchmarks.record import keep, parser_of
 from inducekv_vllm.errors import InduceKVError
+from selector.cli.columns import ColumnOptions
 from selector.data.examples import read_task
-from selector.data.records import Columns
 
 TABLES = Path(__file__).parents[2] / "docs" / "examples" / "support"
-RESULTS = Path(__file__).parents[1] / "results" / "from_a_table.json"
 PROGRAM = "python -m benchmarks.from_a_table"
 LENGTHS = (64, 128, 256, 512, 1024)
 
@@ -34,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    columns = Columns(options.prompt_column, options.answer_column, task="support")
+    columns = ColumnOptions(columns=options.columns, task_name="support").of_table()
     questions = read_task(options.questions, columns)
     base = read_task(options.base) if options.base else []
     gate = read_task(options.base_train) if options.base_train else []
@@ -56,29 +54,22 @@ def run(options: argparse.Namespace) -> None:
         "methods": {name: size[name] | found[name] for name in size},
         "first_token": times,
     }
-    options.results.write_text(json.dumps({**result, "machine": describe_machine()}, indent=1) + "\n")
     print(table(result))
-    print(json.dumps(result))
+    keep(result, options.output)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=about.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(about.__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="keeps what is learned, and the servers' logs")
     parser.add_argument("--task", type=Path, default=TABLES / "train.csv")
     parser.add_argument("--questions", type=Path, default=TABLES / "test.csv")
     parser.add_argument("--base", type=Path, help="task data that the model answers well by itself")
     parser.add_argument("--base-train", type=Path, help="others like them, for the gate")
-    parser.add_argument("--prompt-column", default="ticket")
-    parser.add_argument("--answer-column", default="team")
+    parser.add_argument("--columns", default="prompt=ticket,answer=team")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of a question's prompt, in tokens")
     parser.add_argument("--rounds", type=int, default=6, help="requests of each way and length")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for both servers, last")
     return parser.parse_args(arguments)
 

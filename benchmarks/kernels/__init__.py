@@ -5,9 +5,9 @@
     attention.py       each workload against the twin, and against the roofline
     replay.py          one CUDA graph over changing plans, tables and bundles
     rivals.py          the same work by concatenation and by copies
-    self_attention.py  what the kernels are added to
     timing.py          times under CUDA graphs, and what the device can do at best
     compiled.py        the kernels compiled for a GPU that is not there
+    launching.py       what a launch takes of the host
 
 Everything imports torch, triton and numpy alone, so that it runs on a machine without vLLM.
 

@@ -9,7 +9,6 @@ shared memory than the GPU has. It shows nothing about times or results.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import subprocess
@@ -27,6 +26,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.geometries import GEOMETRIES, LATENT_GEOMETRIES
 from benchmarks.kernels.workloads import FORMS, Case, Form, Phase, Workload, build, plan_of
+from benchmarks.record import parser_of
 from inducekv_vllm.attention.kernels import device, launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 
@@ -49,7 +49,7 @@ DIVISIBLE = [["tt.divisibility", 16]]  # what Triton assumes of pointers, and of
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, has_result=False)
     parser.add_argument("--geometry", nargs="+", choices=sorted(GEOMETRIES | LATENT_GEOMETRIES), required=True)
     parser.add_argument("--capability", type=int, choices=sorted(GPUS), default=90)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")

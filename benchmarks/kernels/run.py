@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.geometries import GEOMETRIES
+from benchmarks.record import parser_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SECTIONS = ("attention", "replay", "rivals")
@@ -67,12 +68,11 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), required=True)
     parser.add_argument("--device", choices=("cuda", "interpreter"), required=True)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--output", type=Path, help="the JSON file (default on a GPU: in benchmarks/results)")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device, and PyTorch finds none; --device interpreter needs no GPU")

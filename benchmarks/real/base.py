@@ -9,8 +9,6 @@ of the first half, and test questions come from the second half alone. This prin
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +20,11 @@ from random import Random
 from typing import Any, Final
 
 from benchmarks.chat import same_answer
-from benchmarks.machine import describe_machine
 from benchmarks.real.items import BASE, SPLITS, Item, Items, Split, examples_of, fraction_of
 from benchmarks.real.model import model_folder
 from benchmarks.real.sources import ENGLISH, Packages
 from benchmarks.real.tasks import NUMBER
+from benchmarks.record import keep, parser_of
 from inducekv_vllm.errors import InduceKVError
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
@@ -183,20 +181,16 @@ def measure(model: Path, packages: Packages, questions: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="(default: that of benchmarks.real.model)")
     parser.add_argument("--questions", type=int, default=64, help="of each half of each family (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="write the result here too, with the machine")
     options = parser.parse_args(arguments)
     try:
         families = measure(options.model or model_folder(), Packages(), options.questions)
     except InduceKVError as error:
         print(f"benchmarks.real.base: error: {error}", file=sys.stderr)
         return 2
-    result = {"benchmark": "real-text base", "enough": ENOUGH, "families": families, "machine": describe_machine()}
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    keep({"benchmark": "real-text base", "enough": ENOUGH, "families": families}, options.output)
     return 0
 
 

@@ -10,7 +10,6 @@ Model: HuggingFaceTB/SmolLM2-135M-Instruct, Apache-2.0 (Allal et al., 2025, arXi
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -24,6 +23,7 @@ import torch
 
 from benchmarks.locks import locked
 from benchmarks.real.sources import INSTALL
+from benchmarks.record import parser_of
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.generation import generate
 from selector.backbone.model import Backbone
@@ -43,7 +43,7 @@ MAX_TOKENS: Final = 32
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, has_result=False)
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="where the folder is kept (%(default)s)")
     options = parser.parse_args(arguments)
     try:

@@ -24,7 +24,7 @@ from rich.console import Console
 from benchmarks.chat import chat_body
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.machine import describe_machine
-from benchmarks.record import command
+from benchmarks.record import command, parser_of
 from benchmarks.server_process import ServerFailed
 from benchmarks.serving import report
 from benchmarks.serving.bundles import SEED
@@ -157,7 +157,7 @@ def request_of(method: Method, shape: Cell, tokens: int) -> dict[str, Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     models = f"demo, a checkpoint's folder, or a geometry (vLLM makes its weights): {', '.join(GEOMETRIES)}"
     add = parser.add_argument
     add("--model", default="80m", help=models)
@@ -174,7 +174,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="default: all three")
     add("--lora-rank", type=int, default=16)
     add("--work", type=Path, help="a new folder that keeps model, bundles and logs")
-    add("--output", type=Path, help="the JSON file (default: in benchmarks/results)")
     add("--smoke", action="store_true", help="one short pass: shows that it runs, measures nothing")
     add("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for every server, last of all")
     args = parser.parse_args()

@@ -32,7 +32,7 @@ from rich.table import Column, Table
 
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.machine import describe_machine
-from benchmarks.record import command
+from benchmarks.record import command, parser_of
 from benchmarks.server_process import end_with_parent, reason_in
 from benchmarks.serving.bundles import make_bundles
 from benchmarks.serving.methods import IDLE, NONE, gated_name
@@ -105,7 +105,7 @@ def show(rows: dict[str, dict[str, Any]], console: Console) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", choices=sorted(GEOMETRIES), help="(default: qwen3-vl-4b on a GPU, 80m on a CPU)")
     add("--layers", type=int, help="a cut of it")
@@ -115,7 +115,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--limit", type=float, default=60.0, metavar="SECONDS", help="for one method with one number of requests")
     add("--budget", type=float, default=600.0, metavar="SECONDS", help="for all of it, starts included")
     add("--work", type=Path, help="a new folder that keeps model, bundles and logs")
-    add("--output", type=Path, help="the JSON file (default: in benchmarks/results)")
     args = parser.parse_args()
     if min(*args.requests, args.steps, args.limit, args.budget) <= 0:
         parser.error("--requests, --steps, --limit and --budget must be positive")

@@ -4,6 +4,8 @@
     attach.py         lets memory act on the output of any backend
     cpu_memory.py     on the CPU: merged memory in vLLM's backend, decoupled memory around it
     decoupled.py      decoupled memory around any backend
+    latent.py         decoupled memory of latents (MLA)
+    query_order.py    a bundle's keys in the order of the served queries
     cpu_ops.py        what both share on the CPU
     kernel_memory.py  on a GPU: a launch of the kernels after each layer's self-attention
     kernel_step.py    the rows of a step as a launch, and the buffers in which CUDA graphs find them
@@ -12,6 +14,7 @@
     host_bundle.py    a bundle that was read, in host memory
     resident_bundle.py  a bundle in the pool, shared by all requests
     kernel_tables.py  what every slot reads, as tensors that the GPU kernels know
+    resident_gate.py  a gate as it is applied to tokens, on the device
     slots.py          what one memory is read from, by all requests that have it
     merged/           merged memory: backends, CPU attention, one softmax of two parts
     kernels/          memory attention on GPUs, in Triton

@@ -7,9 +7,11 @@ signature.py  who made it
 file.py       reading and writing, atomically and without unpickling
 activation.py from which position of a request memory acts
 adapters.py   the LoRA adapters that a bundle records
+lookup.py     what a bundle's gate and index say about a request
+source.py     what tells one training example from another
 """
 
-from .file import MAX_HEADER_BYTES, METADATA_KEY, file_content, read_bundle, write_bundle
+from .file import MAX_HEADER_BYTES, MAX_SERVED_BYTES, METADATA_KEY, file_content, read_bundle, write_bundle
 from .magnitudes import MagnitudeLimits, check_magnitudes, magnitude_limits
 from .metadata import (
     FORMAT_VERSION,
@@ -42,6 +44,7 @@ __all__ = [
     "ENTRY_AXES",
     "FORMAT_VERSION",
     "MAX_HEADER_BYTES",
+    "MAX_SERVED_BYTES",
     "METADATA_KEY",
     "UNIT_NORM_TOLERANCE",
     "AdapterRecord",

@@ -30,6 +30,7 @@ from .tensors import Bundle, check_shapes, check_structure, check_values, dtypes
 
 METADATA_KEY = "inducekv"
 MAX_HEADER_BYTES = 24 * 2**20
+MAX_SERVED_BYTES = 4 * 2**30  # of a file that a server reads
 _SAFETENSORS_DTYPES = {torch.float16: "F16", torch.float32: "F32", torch.int32: "I32"}
 
 

@@ -47,18 +47,12 @@ class InduceKVConfig(BaseModel):
     roots: list[str] = Field(default_factory=list)
     # Where bundles that nobody has loaded are looked up by name, when a request asks for them: server/resolvers.py.
     resolver: str | None = None
-    resolver_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)  # for a look, and what it fetches
     resolver_refresh_s: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # a name found is not looked up so long
-    resolver_miss_s: float = Field(default=5.0, ge=0, allow_inf_nan=False)  # nor a name that is missing or has failed
     resolver_cache: str | None = None  # a folder for what is fetched; None for one among the user's caches
     resolver_cache_bytes: int = Field(default=10 * 2**30, ge=0)
     # A file for what is loaded, with its versions and an audit chain; None keeps it while the server runs.
     state: str | None = None
     keep_versions: int = Field(default=3, ge=1)  # of each name, for a rollback
-    max_bundles: int = Field(default=100_000, ge=1)  # names
-    max_waiting_changes: int = Field(default=8, ge=0)  # loads and unloads that may wait for the running one
-    load_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    max_bundle_bytes: int = Field(default=4 * 2**30, ge=1)  # a larger file is refused before it is read
     # Of the body of a request to any route; None for 64 MiB on the memory routes, and as many as vLLM takes on its own.
     max_body_bytes: int | None = Field(default=None, ge=1)
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle

@@ -34,7 +34,7 @@ from ..backbone.memory_layers import Heads, layer_kinds, layers_with_attention, 
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
 from ..backbone.stored_facts import FactReader, StoredFacts
-from ..bundle import BackboneFingerprint, read_bundle
+from ..bundle import MAX_SERVED_BYTES, BackboneFingerprint, read_bundle
 from ..errors import InduceKVError
 from ..facts.language import languages
 from ..vllm_seams.config import InduceKVConfig
@@ -275,7 +275,7 @@ class MemoryWorker(Worker):
 
     def _read_bundle(self, path: str, digest: str) -> HostBundle:
         """Read and check a bundle; runs in a thread."""
-        bundle = read_bundle(path, backbone=self._backbone, max_bytes=self.settings.max_bundle_bytes)
+        bundle = read_bundle(path, backbone=self._backbone, max_bytes=MAX_SERVED_BYTES)
         check_bundle(bundle, path, digest, self.vllm_config, self.attention, self.cached_values)
         is_first = get_tensor_model_parallel_rank() == 0
         facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None

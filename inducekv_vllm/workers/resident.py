@@ -16,6 +16,7 @@ from cachetools import LRUCache
 from ..attention.host_bundle import HostBundle
 from ..attention.ranges import Region
 from ..attention.resident_bundle import ResidentBundle
+from ..errors import BundleError
 from ..pace import beside_requests
 
 T = TypeVar("T")
@@ -96,7 +97,8 @@ class ResidentBundles:
 
     def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
         """The bundle, or why it could not be loaded; None while it is loaded."""
-        future = self._bundles[digest]
+        if (future := self._bundles.get(digest)) is None:
+            return BundleError(f"the load of digest {digest} was given up")
         if not future.done():
             return None
         return future.exception() or future.result()

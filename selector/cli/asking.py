@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from inducekv_vllm.errors import ConfigError
 
 from ..client import Answer, Server, messages_of
-from .publish import require_address
 
 if TYPE_CHECKING:
     from ..data.examples import Example
@@ -18,21 +16,19 @@ if TYPE_CHECKING:
 AT_ONCE: Final = 16  # requests under way
 
 
-def check_asked(options: argparse.Namespace) -> None:
-    """Raises ConfigError: --url, --name and --model contradict each other, or name no server."""
-    if options.url:
-        require_address(options.url, "--url")
-    elif options.name:
-        raise ConfigError("--name is what the bundle is called at a server: give its --url")
+def served_name(url: str, likely: str, digest: str) -> str:
+    """The name of the bundle of this digest at a server, which has several names for it perhaps.
 
-
-def require_served(url: str, name: str, digest: str) -> None:
-    """Raises ConfigError: the server cannot be reached, or `name` does not stand for the bundle of this digest."""
-    found = Server.from_environment(url).digest(name)
-    if found is None:
-        raise ConfigError(f"{url} has no bundle of the name {name!r}: give the name that it has there by --name")
-    if found != digest:
-        raise ConfigError(f"{url} serves another version as {name!r}, {found}; the bundle's digest is {digest}")
+    Raises:
+        ConfigError: the server cannot be reached, or has no such bundle.
+    """
+    server = Server.from_environment(url)
+    if (found := server.digest(likely)) == digest:
+        return likely
+    if (name := next((card["name"] for card in server.bundles() if card["digest"] == digest), None)) is None:
+        another = "" if found is None else f"; it serves another version as {likely!r}, {found}"
+        raise ConfigError(f"{url} has no bundle of the digest {digest}{another}")
+    return str(name)
 
 
 class Decided(NamedTuple):

@@ -17,13 +17,14 @@ from inducekv_vllm.errors import BundleError
 from inducekv_vllm.facts import FactFound
 
 from ..client import Server
-from .asking import Decided, check_asked, facts_in, require_served, served_answers, served_decisions
+from .asking import Decided, facts_in, served_answers, served_decisions, served_name
 from .columns import ColumnOptions, columns_of
 from .common import SUCCESS, add_bundle, print_table
 from .flags import add_flags
 from .gate_decisions import Asked, Outcomes, decided, outcomes, print_nearest, print_outcomes, read_asked
 from .loading import load_backbone
 from .missed import misses, print_misses
+from .publish import require_address
 
 if TYPE_CHECKING:
     from ..backbone.model import Backbone
@@ -52,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
     With --gate, only what the gate decides: by task and file, without answers. A .txt file has a request of no task on
     each line.
     """
-    check_asked(options)
+    if options.url:
+        require_address(options.url, "--url")
     bundle = read_bundle(options.path)
     if options.gate:
         _show_gate(options, bundle)
@@ -80,20 +82,14 @@ def _show_gate(options: argparse.Namespace, bundle: Bundle) -> None:
     asked = [question for path in options.questions for question in read_asked(path, gate)]
     examples = [question.example for question in asked]
     if options.url:
-        decisions = served_decisions(options.url, _served_name(options, bundle), examples)
+        name = served_name(options.url, options.path.stem, bundle.digest)
+        decisions = served_decisions(options.url, name, examples)
     else:
         from ..backbone.token_values import evidence_of
 
         decisions = decided(gate, evidence_of(_backbone(options, bundle), gate, examples))
     print_outcomes(outcomes(asked, decisions))
     print_nearest(asked, decisions)
-
-
-def _served_name(options: argparse.Namespace, bundle: Bundle) -> str:
-    """Raises ConfigError: the server does not serve this bundle by it."""
-    name: str = options.name or options.path.stem
-    require_served(options.url, name, bundle.digest)
-    return name
 
 
 def _backbone(options: argparse.Namespace, bundle: Bundle) -> Backbone:
@@ -125,7 +121,7 @@ def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Ex
 def _by_server(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> _Answered:
     from ..update.accuracy import accuracies
 
-    name, max_tokens = _served_name(options, bundle), _max_tokens(examples)
+    name, max_tokens = served_name(options.url, options.path.stem, bundle.digest), _max_tokens(examples)
     base, has_facts = Server.from_environment(options.url).base_model(name), bool(bundle.metadata.facts)
     without = served_answers(options.url, base, examples, max_tokens)
     with_memory = served_answers(options.url, name, examples, max_tokens, trace=has_facts)
@@ -158,7 +154,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--model", help="answer here, with this model folder or Hugging Face id")
     asked.add_argument("--url", help="ask the server at this address, which has the bundle")
-    parser.add_argument("--name", help="with --url: the bundle's name there (default: the file's without its ending)")
     parser.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")
     parser.add_argument("--gate", action="store_true", help="answer nothing, and print only what the gate decides")
     add_flags(parser, {"": ColumnOptions})

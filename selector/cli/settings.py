@@ -31,7 +31,7 @@ FIRST: Final = (  # the flags that matter first
 )
 OF: Final[Mapping[str, Input]] = MappingProxyType(  # options that say more of what is given
     {
-        **dict.fromkeys(("recipe", "prompt_column", "answer_column", "image_column"), "task"),
+        **dict.fromkeys(("recipe", "columns"), "task"),
         **dict.fromkeys(("anchors_per_task", "replace"), "anchors"),
     }
 )

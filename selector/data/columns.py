@@ -103,7 +103,7 @@ class Row:
             return found[0]
         problem = f"the columns {', '.join(found)} could all be the {what}" if found else f"no column is the {what}"
         raise TaskDataError(
-            f"{self.place}: {problem}: name it with --{what}-column; there are {self._all()}{self._hint()}"
+            f"{self.place}: {problem}: name it with --columns {what}=NAME; there are {self._all()}{self._hint()}"
         )
 
     def images(self, name: str) -> list[Any]:

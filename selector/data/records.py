@@ -160,8 +160,8 @@ def _answer_column(row: Row) -> str:
         return "answers"
     if not names and "chosen" in row and "rejected" in row:
         raise TaskDataError(
-            f"{row.place}: preferences ('chosen', 'rejected') cannot be learned as such: --answer-column chosen learns "
-            "the chosen answers, and nothing of the others"
+            f"{row.place}: preferences ('chosen', 'rejected') cannot be learned as such: --columns answer=chosen "
+            "learns the chosen answers, and nothing of the others"
         )
     return row.only(names or ANSWERS, "answer")
 

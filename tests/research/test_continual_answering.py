@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selector.update.build import build_bundle
 
 from benchmarks.lora_adapter import attach, save
 from benchmarks.research.continual.answering import Ask, OfflineAnswerer, OfflineModel, plan
@@ -24,7 +25,6 @@ from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import evidence_of
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
-from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.bundles import decided_gate, random_gate
 from tests.research.small_streams import ORDER, gated

@@ -53,25 +53,6 @@ def test_predictions_are_paired_with_the_untouched_model_whatever_its_seed(out):
         finished.paired(finished.runs("refined")[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("paper", 32), r"no finished run of paper, budget 32, seeds any under .*; there are: no_memory"),
-        (("refined", 128), "no finished run of refined, budget 128"),
-        (("refined", 32, [0, 3]), r"no finished run of refined, budget 32, seeds \[0, 3\]"),
-        (("refined",), r"runs of refined with the budgets \[32, 64\]: name one"),
-    ],
-)
-def test_what_is_missing_is_named(out, arguments, message):
-    write_finished_run(out, "refined", MEMORY, budget=64)
-    finished = Finished.read(out)
-    assert [run.budget for run in finished.runs("refined", 64)] == [64]
-    with pytest.raises(ConfigError, match=message):
-        finished.runs(*arguments)
-    with pytest.raises(ConfigError, match=r"run.json: not the folder of a run"):
-        Finished.read(out / "refined")
-
-
 def test_the_suite_is_the_one_that_was_asked_about_and_no_other(demo_suite, tmp_path):
     source, suite = demo_suite(2, 1, 1, "guild", "field")
     data = tmp_path / "data"

@@ -1,23 +1,15 @@
-"""Attention on memory against softmax weights that are written out in full."""
-
-import math
+"""How much of its attention a model gives to a memory: with queries of zero, by hand, and through the command."""
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
-
-from benchmarks.research.continual.diagnostics.memory_attention import memory_masses, recorded_masses
-from inducekv_vllm.bundle import Bundle
-from selector.backbone.generation import score
-from selector.backbone.injection import TensorMemory, attend_decoupled, attention_with
-from selector.backbone.model import Backbone, attention_named
-from selector.backbone.scoring import Scorer
 from selector.update.build import build_bundle
+
+from benchmarks.research.continual.diagnostics.memory_attention import memory_masses
+from inducekv_vllm.bundle import Bundle
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
 from selector.update.settings import BuildSettings
 from tests.research.finished_runs import diagnose, write_configuration, write_finished_run
-
-SETTINGS = [("sqrt", {}), ("sqrt", {"top_k": 2, "remainder": True}), ("prior", {"top_k": 2})]
 
 
 @pytest.fixture(scope="module")
@@ -28,57 +20,6 @@ def suite(demo_suite):
 def bundle_of(backbone, suite, weighting="sqrt") -> Bundle:
     examples = [example for task in suite.tasks for example in task.train[:2]]
     return build_bundle(backbone, examples, BuildSettings(budget=4, payload_tokens=3, weighting=weighting))
-
-
-def dense_masses(backbone, prompts, answers, memory, terms) -> list[torch.Tensor]:
-    """Each layer's [n, T, H] from one softmax over all memory tokens, the remainder and the request's own tokens."""
-    masses = []
-
-    def attend(query, key, value, visible, scaling, memory, terms, layer):
-        n, H, T, D = query.shape
-        J, m = key.shape[1], memory.payload_keys.shape[3]
-        output, mass = torch.zeros(n, T, H, D), torch.zeros(n, T, H)
-        for row in range(n):
-            for head in range(H):
-                of = head // (H // J)
-                scale = terms.key_scale[row].repeat_interleave(m)[:, None]
-                keys = memory.payload_keys[layer, :, of].flatten(0, 1) * scale  # [B m, D]
-                values = memory.payload_values[layer, :, of].flatten(0, 1)
-                values = values * terms.value_scale[row].repeat_interleave(m)[:, None] * memory.value_gates[layer]
-                logits = query[row, head] @ torch.cat([keys, key[row, of]]).T * scaling  # [T, B m + S]
-                logits[:, : len(keys)] += terms.log_weight[row].repeat_interleave(m) + memory.layer_bias[layer]
-                logits[:, len(keys) :].masked_fill_(~visible[row % len(visible)], -math.inf)
-                remainder = (terms.log_remainder[row] + memory.layer_bias[layer]).expand(T, 1)
-                share = torch.cat([remainder, logits], dim=1).softmax(dim=1)
-                mass[row, :, head] = share[:, : 1 + len(keys)].sum(dim=1)
-                output[row, :, head] = share[:, 1:] @ torch.cat([values, value[row, of]])
-        masses.append(mass)
-        return output
-
-    AttentionInterface.register("dense_test", attention_with(attend, attend_decoupled))
-    AttentionMaskInterface.register("dense_test", sdpa_mask)
-    with attention_named(backbone, "dense_test"):
-        score(backbone, prompts, answers, memory, terms)
-    return masses
-
-
-@pytest.mark.parametrize(("weighting", "settings"), SETTINGS)
-def test_masses_are_those_of_dense_softmax_weights(backbone, suite, weighting, settings):
-    memory = TensorMemory.from_bundle(bundle_of(backbone, suite, weighting))
-    memory = TensorMemory(**{**vars(memory), "layer_bias": torch.linspace(-1, 1, backbone.num_layers)})
-    prompts = [backbone.encode_example(task.test[0]) for task in suite.tasks]
-    keys = torch.cat([backbone.retrieval_keys(prompt) for prompt in prompts])
-    terms, answers = memory.terms(keys, **settings), [[7, 8], [9]]
-    plain = score(backbone, prompts, answers, memory, terms)
-    with recorded_masses(backbone) as masses:
-        recording = score(backbone, prompts, answers, memory, terms)
-    expected = dense_masses(backbone, prompts, answers, memory, terms)
-    assert len(masses) == len(expected) == backbone.num_layers
-    for found, dense in zip(masses, expected, strict=True):
-        assert dense.max() - dense.min() > 0.1
-        torch.testing.assert_close(found, dense, rtol=0, atol=2e-5)
-    for one, other in zip(plain, recording, strict=True):  # recording changes nothing
-        torch.testing.assert_close(one, other)
 
 
 def test_queries_of_zero_share_attention_evenly(model, backbone, suite):

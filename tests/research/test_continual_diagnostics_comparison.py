@@ -53,13 +53,6 @@ def test_folders_that_differ_otherwise_are_no_orders(orders, changed, message, c
     assert message in refusal(capsys, "order", orders[0], "--also", orders[1])
 
 
-def test_orders_that_cannot_be_compared_are_named(orders, capsys):
-    assert "needs at least two folders" in refusal(capsys, "order", orders[0])
-    write_run(orders[1], "moved", FIELD_FIRST, seed=1, metrics={"AP": 0.7}, settings={"steps": 9})
-    message = refusal(capsys, "order", orders[0], "--also", orders[1])
-    assert "differ in steps, not in order alone: None and 9" in message
-
-
 # Statistics
 
 
@@ -104,15 +97,3 @@ def test_a_sweep_gives_mean_and_deviation_by_value(swept):
     assert high["AP"]["standard_deviation"] == pytest.approx(0.1 / 2**0.5, rel=1e-5)
     found = diagnose("sweeps", first, "--method", "learner", "--also", others[0], "--seed", 1)
     assert [row["AP"]["mean"] for row in found["settings"]["skill"]] == pytest.approx([0.3, 0.6])
-
-
-def test_sweeps_that_cannot_be_compared_are_named(swept, capsys):
-    first, *others = swept
-    learner = ("--method", "learner")
-    assert "needs at least two values" in refusal(capsys, "sweeps", first, *learner)
-    assert "have the same settings" in refusal(capsys, "sweeps", first, *learner, "--also", first)
-    message = refusal(capsys, "sweeps", others[0], *learner, "--also", others[2])
-    assert "differ in steps, not in skill alone: 3 and 7" in message
-    write_configuration(others[0], order=["guild"])
-    message = refusal(capsys, "sweeps", first, *learner, "--also", others[0])
-    assert "differ in order, not in a setting alone: [] and ['guild']" in message

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
+from selector.update.build import build_bundle
 
 from benchmarks.research.continual.diagnostics.retrieval import Answered, Retrieval, hit_rate_bins, retrievals
 from inducekv_vllm.bundle import EntryRecord, Gate
-from selector.backbone.extraction import extract_keys
-from selector.update.build import build_bundle
 from selector.update.settings import BuildSettings
 from tests.bundles import d, random_bundle, random_gate
 from tests.research.finished_runs import diagnose, refusal, write_configuration, write_finished_run
@@ -99,21 +98,3 @@ def test_the_hit_rate_of_all_entries_is_the_share_of_the_task(out, capsys):
     assert found["closed"] == 0
     message = refusal(capsys, "hit_rate", out[0], "--method", "paper", "--top-k", 0)
     assert "top_k must be at least 1, found 0" in message
-
-
-def test_the_ambiguity_of_each_question_stands_with_its_gain(out, demo_backbone):
-    folder, suite, bundle = out
-    found = diagnose("ambiguity", folder, "--method", "paper", "--top-k", 3)
-    keys = bundle.retrieval_keys.float()
-    expected = {"own_task": [], "cross_task": []}  # of guild, whose entries are two of three, and of field
-    for group, task, gains in zip(expected, suite.tasks, ([1, 0, 0], [0, -1, -1]), strict=True):
-        for row, gain in zip(extract_keys(demo_backbone, task.test), gains, strict=True):
-            largest = sorted((keys @ row).tolist(), reverse=True)
-            expected[group].append((largest[0] - largest[1], gain))
-    for group, bins in found["bins"].items():  # six questions in eight bins: one or two in each
-        assert sum(row["questions"] for row in bins) == 3
-        for name, at in (("gap", 0), ("gain", 1)):
-            total = sum(row["questions"] * row[name] for row in bins)
-            assert total == pytest.approx(sum(each[at] for each in expected[group]), abs=1e-4)
-    assert found["questions"] == 6
-    assert "50.0% of 6 answers retrieve mostly from other tasks" in found["finding"]

@@ -16,7 +16,6 @@ import pytest
 
 from benchmarks.research.continual.answering import Answerer, Ask, OfflineAnswerer, stored_answers
 from benchmarks.research.continual.answering.http import Endpoint, EndpointFailed, Endpoints, HttpAnswerer, HttpModel
-from benchmarks.research.continual.answering.plans import Plain
 from benchmarks.research.continual.methods import choose_methods
 from benchmarks.research.continual.stream import Run, run_stream
 from benchmarks.research.continual.suites import load_suite
@@ -162,11 +161,3 @@ def test_a_server_that_dies_is_named_with_how_far_it_got_and_the_stream_goes_on(
         run_stream(run, over(url))
     assert len(spoken.bodies) == 2
     assert len(predictions(tmp_path, "no_memory", 32)) == 6 + 6 + 9
-
-
-def test_what_a_server_refuses_is_said(suite, tmp_path):
-    refused = pytest.raises(EndpointFailed, match=r"/v1/load_memory_bundle refused it \(404\): .*Not Found")
-    with Spoken().serving() as url, refused:
-        Endpoint(url, "m").load("bundle", tmp_path)
-    with pytest.raises(EndpointFailed, match="cannot be reached"):
-        HttpModel(Plain(False), Endpoint(url, "m"), None, 1).answers(suite.tasks[0].test[:1])

@@ -19,7 +19,6 @@ from benchmarks.research.continual.report import names
 from benchmarks.research.continual.report.command import write_report
 from benchmarks.research.continual.report.content import read_commands, read_file, record_command
 from benchmarks.research.continual.report.page import mean_matrix, render_html, result_table
-from inducekv_vllm.errors import ConfigError
 from server.demo import CHECKPOINT
 from tests.research.finished_runs import write_configuration, write_finished_run
 
@@ -172,28 +171,6 @@ def test_the_best_of_those_that_learn_and_have_all_seeds_are_marked(content: dic
     both = {("AP (%)", recipe), ("AP (%)", replay), ("MAA over time (%)", recipe), ("MAA over time (%)", replay)}
     one = {("AF (points)", recipe), ("base (%)", recipe), ("BWT (points)", recipe), ("Last (%)", replay)}
     assert {(column, name) for name, column in marked} == both | one
-
-
-def test_an_unfinished_folder_is_reported_with_what_is_missing(run_folder: Path, tmp_path: Path, capsys) -> None:
-    out = shutil.copytree(run_folder, tmp_path / "out")
-    path = out / "lora_replay" / "budget-32" / "seed-1" / "matrix.json"
-    matrix = json.loads(path.read_text())
-    matrix |= {"complete": False, "accuracy": matrix["accuracy"][:1], "base": matrix["base"][:1]}
-    path.write_text(json.dumps(matrix))
-    assert main(["report", "--out", str(out), "--html", str(out / "a" / "page.html")]) == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert printed["missing"] == ["lora_replay, budget 32, seed 1: 1 of 2 tasks done; not counted."]
-    assert printed["missing"][0] in Page((out / "a" / "page.html").read_text()).text
-
-
-def test_what_is_no_run_or_of_another_model_is_refused(run_folder: Path, tmp_path: Path, capsys) -> None:
-    assert main(["report", "--out", str(tmp_path / "nowhere")]) == 2
-    assert "not the folder of a run" in capsys.readouterr().err
-    (tmp_path / "run.json").write_bytes((run_folder / "run.json").read_bytes())
-    assert main(["report", "--out", str(tmp_path)]) == 2
-    assert "no task of any stream is done yet" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="is of the model 'checkpoint': name its folder with --model"):
-        write_report(run_folder, tmp_path)
 
 
 def test_commands_are_kept_once_and_without_their_places(tmp_path: Path) -> None:

@@ -125,28 +125,6 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "line", "change", "message"),
-    [
-        ("field/train", 6, {"id": "field/train_00001"}, ", line 6: the id 'field/train_00001' occurs more than once"),
-        ("guild/test", 3, {"id": "guild/train_00007"}, ": the id 'guild/train_00007' is in {data}/train.jsonl too"),
-        ("base/validation", 2, {"answer": None}, ", line 2: 'answer' must be a string, found None"),
-        (
-            "base/validation",
-            2,
-            {"answer": "  "},
-            ", line 2: 'base/validation_00001' of task 'base' has an empty answer",
-        ),
-    ],
-)
-def test_a_bad_example_is_named_with_its_place(path, line, change, message, folder):
-    file = folder / "data" / f"{path}.jsonl"
-    lines = file.read_text().splitlines()
-    lines[line - 1] = json.dumps(json.loads(lines[line - 1]) | change)
-    file.write_text("\n".join(lines))
-    assert refusal(folder) == f"{file}{message.format(data=file.parent)}"
-
-
 def test_a_question_of_two_splits_is_refused(folder):
     data = folder / "data"
     (first, *_) = (data / "guild" / "train.jsonl").read_text().splitlines()

@@ -21,10 +21,3 @@ def test_each_size_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_names_are_of_their_own() -> None:
     assert len({size.name(number) for number in range(5000)}) == 5000
-
-
-def test_more_facts_than_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["size", "--facts", "1000001"])
-    with pytest.raises(SystemExit):
-        size.main()
-    assert "from 1 to 1000000, found [1000001]" in capsys.readouterr().err

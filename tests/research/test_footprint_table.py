@@ -1,13 +1,10 @@
-"""The budget conversion against the numbers the paper prints, and against exemplars counted by hand."""
+"""The budget conversion against the numbers the paper prints."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from benchmarks.research.continual.__main__ import main
 from benchmarks.research.continual.footprint_table import (
@@ -16,11 +13,8 @@ from benchmarks.research.continual.footprint_table import (
     PAPER_QUERY_HEADS,
     RESULT_TIERS,
     conversions,
-    mean_picture_bytes,
     with_query_heads,
 )
-from inducekv_vllm.errors import ConfigError
-from selector.data.examples import Example
 from server.demo import CHECKPOINT
 
 BACKBONE_4B, BACKBONE_8B = PAPER_BACKBONES.values()
@@ -53,34 +47,6 @@ def test_stored_kv_heads_give_the_printed_system_overhead_and_not_the_conversion
     assert [row.mebibytes for row in stored] == pytest.approx([printed * k for k in (1, 2, 4, 8)], abs=0.02)
     (sixteen,) = conversions(backbone, [16])
     assert sixteen.mebibytes == pytest.approx(printed / 4, abs=0.005)  # the conversion prints 72.08 or 72.13 for it
-
-
-def example(folder: Path, identity: str, *pictures: np.ndarray) -> Example:
-    paths = []
-    for number, pixels in enumerate(pictures):
-        paths.append(folder / f"{identity}-{number}.png")
-        Image.fromarray(pixels).save(paths[-1])
-    return Example(identity, "task", ({"role": "user", "content": []},), tuple(paths), "yes", "")
-
-
-def jpeg_bytes(folder: Path, pixels: np.ndarray) -> int:
-    path = folder / "measured.jpg"
-    Image.fromarray(pixels).save(path, quality=75)
-    return path.stat().st_size
-
-
-def test_exemplars_with_pictures_from_the_mean_size_of_measured_ones(tmp_path):
-    plain = np.zeros((16, 16, 3), np.uint8)
-    noise = np.random.default_rng(0).integers(0, 256, (48, 48, 3), np.uint8)
-    examples = [example(tmp_path, "a", plain), example(tmp_path, "b", plain, noise), example(tmp_path, "c")]
-    expected = (2 * jpeg_bytes(tmp_path, plain) + jpeg_bytes(tmp_path, noise)) / 3
-    assert mean_picture_bytes(examples) == pytest.approx(expected)
-    (row,) = conversions(BACKBONE_4B, [1], picture_bytes=952.5, text_tokens=512)
-    assert row.bytes == 2 * 2560 + 4 * 36 * 8 * 8 * 128
-    assert row.picture_exemplars == 394  # 1,184,768 / (952.5 + 2048) = 394.86
-    assert conversions(BACKBONE_4B, [1])[0].picture_exemplars is None
-    with pytest.raises(ConfigError, match="at least one example"):
-        mean_picture_bytes([])
 
 
 def test_the_command_prints_any_models_table(capsys):

@@ -22,8 +22,7 @@ from benchmarks.research.gate.table import OPENED, ROUTED, Miss, Share, rows_of
 from benchmarks.research.gate.wordings import read_lists, reworded
 from benchmarks.research.real_pictures import stream
 from benchmarks.research.real_pictures.tasks import TASKS as PICTURE_TASKS
-from selector.gate import encoding, fitting_set
-from selector.gate.background import everyday_requests, phrases
+from selector.gate import fitting_set
 from selector.gate.variations import text_of
 from tests.research.conftest import DemoSuite
 from tests.research.made_up_icons import made_up_concepts, save_icons
@@ -35,15 +34,6 @@ BASE_SIZES = {"train": 90, "validation": 9, "test": 9}
 
 
 # The lists
-
-
-def test_nothing_that_gates_are_fitted_with_is_measured_with() -> None:
-    measured, fitted = read_lists(), phrases()
-    for name in ("wrappers", "systems", "sentences", "turns"):
-        assert not set(getattr(measured, name)) & set(getattr(fitted, name)), name
-    known = {request.text.casefold() for request in everyday_requests()}
-    assert not {text.casefold() for text in (*measured.everyday, *measured.everyday_picture)} & known
-    assert not set(STYLES) & set(encoding.STYLES)
 
 
 # Other wordings

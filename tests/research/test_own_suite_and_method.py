@@ -47,10 +47,6 @@ def test_the_documented_examples(data: Path, tmp_path: Path) -> None:
     assert json.loads((out / "run.json").read_bytes())["new_tokens"] == 16
 
 
-def test_examples_are_short() -> None:
-    assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py"))
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

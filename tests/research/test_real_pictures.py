@@ -1,4 +1,4 @@
-"""The real-picture stream, on made-up packages: what its splits share, and what is said when a package is missing."""
+"""The real-picture stream, on made-up packages: what its splits share, and that a training resumes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from benchmarks.research.real_pictures.questions import FAMILIES, vocabulary
 from benchmarks.research.real_pictures.stream import examples
 from benchmarks.research.real_pictures.tasks import TASKS
 from benchmarks.research.real_pictures.train import model_folder
-from inducekv_vllm.errors import ConfigError
 from selector.data.examples import read_task
 from tests.research.made_up_icons import made_up_concepts, save_icons
 from tests.unit.benchmarks.made_up_packages import MadeUp
 
 SIZES = {"train": 48, "validation": 24, "test": 24}
-ICON = "the npm package @iconify-json/noto@1.2.9 is not installed: install it with `npm install"
 
 
 @pytest.fixture(scope="module")
@@ -107,51 +105,7 @@ def test_the_suite_is_written_once_and_its_examples_are_read(
     assert load_suite("real-pictures", tmp_path).digest() == suite.digest()
 
 
-def test_missing_and_other_packages_are_named(
-    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ConfigError, match=ICON):
-        Icons.read(PACKAGES[0], tmp_path)
-    cache = shutil.copytree(icons, tmp_path / "cache")
-    folder = cache / "icons" / "node_modules" / "@iconify-json" / "noto"
-    (folder / "package.json").write_text('{"version": "9.9"}')
-    with pytest.raises(ConfigError, match=r"noto holds version 9.9, expected 1.2.9: install it with `npm install"):
-        Icons.read(PACKAGES[0], cache)
-    (folder / "metadata.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"noto does not hold what is read from it: TypeError"):
-        Icons.read(PACKAGES[0], cache)
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("INDUCEKV_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match=r"npm is not installed, and the pictures come with npm packages: install"):
-        load_suite("real-pictures", tmp_path / "data")
-    assert train.main(["--cache", str(tmp_path / "empty")]) == 2
-    assert capsys.readouterr().err.startswith("benchmarks.research.real_pictures.train: error: npm is not installed")
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["lock"]
-
-
 # The model.
-
-
-@pytest.mark.parametrize("name", ["real-pictures", "real-pictures.training"])
-def test_what_was_trained_on_something_else_is_refused(
-    name: str, icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(train, "Packages", MadeUp)
-    cache = shutil.copytree(icons, tmp_path / "cache")
-    folder = cache / name
-    folder.mkdir()
-    concepts = made_up_concepts(cache)
-    of = train.taught(concepts, vocabulary(concepts.base, MadeUp()), warm_up_steps=3, steps=5)
-    (folder / train.TAUGHT).write_text(json.dumps(of | {"words": ["other"], "seed": 0}))
-    before = sorted(path.name for path in cache.iterdir())
-    assert train.main(["--cache", str(cache), "--warm-up-steps", "3", "--steps", "6"]) == 2
-    assert (
-        capsys.readouterr()
-        .err.strip()
-        .endswith(f"{folder} was trained with other words, steps, seed: remove it, or use another --cache")
-    )
-    assert sorted(path.name for path in cache.iterdir()) == sorted([*before, ".real-pictures.lock"])
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ class Workers:
         self.room = room
         self.loads: list[str] = []  # digests, in the order in which they became resident
         self.calls: list[str] = []
+        self.held: dict[str, asyncio.Event] = {}  # by method: it is called, and goes on once the event is set
+        self.failing: set[str] = set()  # digests whose loads are refused
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.errored = False
 
@@ -40,12 +42,16 @@ class Workers:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0)
         self.calls.append(method)
+        if (going_on := self.held.get(method)) is not None:
+            await going_on.wait()
         if method == "inducekv_is_erased":
             return [args[0] not in self.resident and args[0] not in self.kept]
         if method == "inducekv_load_bundle":
             path, digest = args
             if (wrong := _wrong_with(path, digest)) is not None:
                 return [{"ok": False, "error": wrong, "kind": "BundleError"}]
+            if digest in self.failing:
+                return [{"ok": False, "error": "it is not to be", "kind": "BundleError"}]
             if digest not in self.resident and len(self.resident) < self.room:
                 self.resident[digest] = path
                 self.loads.append(digest)

@@ -7,18 +7,17 @@ import json
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, InduceKVConfig
 from server.access import Access
-from server.bodies import DEFAULT_BYTES, SAGEMAKER_HEADER, SAGEMAKER_ROUTE, SagemakerMiddleware, parsed
+from server.bodies import DEFAULT_BYTES, parsed
 from server.endpoint import InduceKVEndpoint
 from tests.server.registries import BUNDLES, Workers, begin, models
 
@@ -38,7 +37,6 @@ async def app(tmp_path: Path) -> FastAPI:
     app.state.openai_serving_models = models()
 
     @app.post("/v1/chat/completions")
-    @app.post("/invocations")
     async def chat(body: dict[str, Any], request: Request) -> int:
         return len(await request.body())
 
@@ -83,7 +81,7 @@ async def test_a_body_that_says_that_it_is_too_large_is_not_read(app: FastAPI) -
         assert await answered(app, method, path, **ADMIN, **declared) == (413, 0)
 
 
-@pytest.mark.parametrize("path", ["/v1/load_memory_bundle", "/v1/chat/completions", "/invocations"])
+@pytest.mark.parametrize("path", ["/v1/load_memory_bundle", "/v1/chat/completions"])
 async def test_a_body_is_read_up_to_the_limit(app: FastAPI, path: str) -> None:
     """Whatever it says; the limit that is given is of all routes."""
     app.state.inducekv_access.max_body_bytes = LIMIT
@@ -95,35 +93,6 @@ async def test_a_body_is_read_up_to_the_limit(app: FastAPI, path: str) -> None:
         assert refused["code"] == 413
         answer = await client.post(path, content=b"{" + b" " * (LIMIT - 2) + b"}", headers=ADMIN)
         assert answer.status_code in (200, 422)  # it is read, and here it may say nothing
-
-
-@pytest.mark.parametrize(
-    ("model", "asked"),
-    [
-        (None, None),
-        ("base", None),
-        ("m", "m"),
-        ("a\0b", r"a\x00b"),
-        ("\u0434", r"\u0434"),
-        ("\ud800", r"\ud800"),
-        (["m"], "['m']"),
-    ],
-)
-async def test_sagemakers_route_asks_for_no_other_model_than_it_is_told(model: object, asked: str | None) -> None:
-    """The served model answers nobody who names another one, whatever the name."""
-    headers: list[tuple[bytes, bytes]] = []
-    body = json.dumps({"model": model}).encode()
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body}
-
-    async def answer(scope: Scope, receive: object, send: object) -> None:
-        headers.extend(scope["headers"])
-
-    app = SimpleNamespace(state=SimpleNamespace(openai_serving_models=models()))
-    scope = {"type": "http", "path": SAGEMAKER_ROUTE, "method": "POST", "headers": [], "app": app}
-    await SagemakerMiddleware(answer)(scope, receive, lambda _: None)  # type: ignore[arg-type,return-value]
-    assert headers == ([] if asked is None else [(SAGEMAKER_HEADER, asked.encode())])
 
 
 async def test_an_error_has_the_type_of_its_status(app: FastAPI) -> None:

@@ -59,8 +59,8 @@ class TestArguments:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "b").mkdir()
         public_key(tmp_path / "public.pem")
-        given = ["--memory-top-k", "4", "--no-memory-remainder", "--memory-pool-entries", "9"]
-        expected: dict[str, object] = {"top_k": 4, "remainder": False, "memory_pool_entries": 9}
+        given = ["--memory-top-k", "4", "--memory-pool-entries", "9"]
+        expected: dict[str, object] = {"top_k": 4, "memory_pool_entries": 9}
         given += [
             "--memory-state",
             "state",

@@ -33,6 +33,7 @@ from inducekv_vllm.errors import (
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from server import changes, names, reader
 from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
 from server.registry import BundleRegistry, Checked
@@ -142,33 +143,26 @@ async def test_a_server_with_a_bundle_of_another_backbone_does_not_start(
 class TestLimits:
     """Each refusal leaves everything as it was; the fixture checks the engine."""
 
-    def limited(self, registered: Registered, **limits: Any) -> BundleRegistry:
-        config = InduceKVConfig(**limits)
-        registered.registry = BundleRegistry(
-            registered.llm, registered.models, registered.world.backbone.fingerprint, registered.state, config
-        )
-        return registered.registry
-
-    async def test_of_bundles(self, registered: Registered) -> None:
-        self.limited(registered, max_bundles=1)
+    async def test_of_bundles(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(names, "MAX_NAMES", 1)
         await registered.load("m", "other")
         with pytest.raises(CapacityError, match="1 bundles are loaded, and no more are allowed"):
             await registered.load("n", "other")
         await registered.load("m", "second", replace=True)
 
-    async def test_of_bytes(self, registered: Registered) -> None:
-        self.limited(registered, max_bundle_bytes=1000)
+    async def test_of_bytes(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reader, "MAX_SERVED_BYTES", 1000)
         with pytest.raises(BundleError, match="more than the limit of 1000"):
             await registered.load("m", "other")
 
-    async def test_of_waiting_changes(self, registered: Registered) -> None:
-        self.limited(registered, max_waiting_changes=1)
+    async def test_of_waiting_changes(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(changes, "WAITING", 1)
         outcomes = await asyncio.gather(*(registered.load(n, "other") for n in "abcd"), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [type(None)] * 2 + [TooManyChanges] * 2
 
     async def test_of_time(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
         """The workers load what was given up, and drop it again."""
-        registry = self.limited(registered, load_timeout_s=0.2)
+        monkeypatch.setattr(changes, "LOAD_S", 0.2)
         rpc = registered.llm.collective_rpc
 
         async def slow(method: str, **options: Any) -> Any:
@@ -180,7 +174,7 @@ class TestLimits:
         monkeypatch.setattr(registered.llm, "collective_rpc", slow)
         with pytest.raises(LoadTimeout, match=r"load of 'm' took longer than 0.2 s; nothing has changed"):
             await registered.load("m", "other")
-        assert registry.shown().data == []
+        assert registered.registry.shown().data == []
         assert registered.digest("other") not in await registered.released()
 
 

@@ -18,7 +18,7 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from server import residency
+from server import names, registry, residency, resolving
 from server.registry import BundleRegistry
 from server.resolvers import FolderResolver, resolver_of
 from server.resolving import Resolving
@@ -27,6 +27,12 @@ from tests.bundles import remade
 from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolving, "MISS_S", 60.0)
+    monkeypatch.setattr(resolving, "LOOK_S", 5.0)
 
 
 def put(folder: Path, name: str, content: str) -> None:
@@ -40,8 +46,8 @@ class Found:
     """A registry with a resolver."""
 
     def __init__(self, folder: Path, uri: str, **settings: Any) -> None:
-        limits = {"resolver_refresh_s": 0.0, "resolver_miss_s": 60.0, "resolver_timeout_s": 5.0}
-        config = InduceKVConfig(resolver=uri, resolver_cache=str(folder / "cache"), **{**limits, **settings})
+        settings = {"resolver_refresh_s": 0.0, **settings}
+        config = InduceKVConfig(resolver=uri, resolver_cache=str(folder / "cache"), **settings)
         self.workers = Workers()
         self.registry: BundleRegistry = begin(config, self.workers, folder / "temporary")
         assert self.registry._resolving is not None
@@ -230,9 +236,9 @@ async def test_a_known_name_is_served_while_its_store_fails(
 
 
 async def test_a_store_that_hangs_makes_nobody_else_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bundles").mkdir()
+    monkeypatch.setattr(resolving, "LOOK_S", 0.3)
     put(tmp_path / "bundles", "acme", "a")
-    found = Found(tmp_path, str(tmp_path / "bundles"), resolver_timeout_s=0.3, resolver_refresh_s=60.0)
+    found = Found(tmp_path, str(tmp_path / "bundles"), resolver_refresh_s=60.0)
     assert await found.ask("acme") == "a"
     going_on = threading.Event()
     monkeypatch.setattr(found.resolving._resolver, "tag", lambda name: going_on.wait())
@@ -319,7 +325,8 @@ async def test_what_an_admin_loads_during_a_look_stays(
 async def test_what_cannot_be_served_takes_nobodys_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":
         put(tmp_path / "bundles", name, name)
-    found = Found(tmp_path, str(tmp_path / "bundles"), max_bundles=1)
+    monkeypatch.setattr(registry, "MAX_NAMES", 1)
+    found = Found(tmp_path, str(tmp_path / "bundles"))
     assert await found.ask("a") == "a"
 
     def refuse(name: str, memory: object, config: object) -> None:
@@ -332,12 +339,14 @@ async def test_what_cannot_be_served_takes_nobodys_place(tmp_path: Path, monkeyp
     await end(found.registry)
 
 
-async def test_found_names_make_room_for_others(tmp_path: Path) -> None:
-    """`max_bundles`: those that an admin has loaded stay."""
+async def test_found_names_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that an admin has loaded stay."""
+    monkeypatch.setattr(registry, "MAX_NAMES", 2)
+    monkeypatch.setattr(names, "MAX_NAMES", 2)
     for name in "abc":
         put(tmp_path / "bundles", name, name)
     put(tmp_path, "mine", "a")
-    found = Found(tmp_path, str(tmp_path / "bundles"), max_bundles=2)
+    found = Found(tmp_path, str(tmp_path / "bundles"))
     await found.registry.load("mine", str(tmp_path / "mine.safetensors"), who="admin")
     for name in "abcab":
         assert await found.ask(name) == name

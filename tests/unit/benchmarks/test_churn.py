@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from benchmarks.churn.changes import Names, Span
 from benchmarks.churn.crowd import BASE, Answer, Crowd, Verdicts
-from benchmarks.churn.leaks import Held
 
 
 @pytest.fixture
@@ -72,43 +68,6 @@ def test_verdicts(names: Names, model: str, span: tuple[float, float], answer: h
     assert found == verdict
     crowd.verdicts.add(found)
     assert bool(crowd.verdicts.faults) == (verdict not in ("right", "without_bundle"))
-
-
-SERVER = """
-import socket, sys
-server = socket.create_server(("127.0.0.1", 0))
-print(server.getsockname()[1], flush=True)
-client, _ = server.accept()
-for line in sys.stdin:
-    client.close()
-    print("closed", flush=True)
-"""
-
-
-def test_a_connection_that_ends_during_the_count_hides_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server closes a connection to this process right after its connections have been listed."""
-    listed = psutil.Process.net_connections
-
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=PIPE, stdout=PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        with socket.create_connection(("127.0.0.1", port)):
-            expected = Held.by(f"http://127.0.0.1:{port}").open_files
-
-            def list_and_close(asked: psutil.Process, kind: str = "inet") -> Any:
-                found = listed(asked, kind)
-                if asked.pid == process.pid and kind == "tcp" and process.stdin is not None and process.stdout:
-                    process.stdin.write("close\n")
-                    process.stdin.flush()
-                    process.stdout.readline()
-                return found
-
-            monkeypatch.setattr(psutil.Process, "net_connections", list_and_close)
-            assert Held.by(f"http://127.0.0.1:{port}").open_files == expected
-            monkeypatch.undo()
-            assert Held.by(f"http://127.0.0.1:{port}").open_files == expected
-        process.stdin.close()
 
 
 @pytest.mark.slow

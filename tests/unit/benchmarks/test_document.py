@@ -1,4 +1,4 @@
-"""The comparison of documents asks about what stands in them, and counts gains as its page says."""
+"""The comparison of documents asks for the word that is missing, and counts gains as its page says."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.document.asked import HeldOut, blank_tokens, missing_places, recovered
-from benchmarks.document.documents import DOCUMENTS
-from benchmarks.document.retrieval import retriever
-from benchmarks.document.serving import Way, _body, _ratio
+from benchmarks.document.asked import HeldOut, missing_places, recovered
+from benchmarks.document.serving import Way, _body
 from inducekv_vllm.backbone.turns import message
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -43,32 +41,12 @@ def test_the_missing_word_is_found_among_the_tokens(tmp_path: Path) -> None:
         assert held_out.measured(scorer, [said])["cloze"]["right"] == 0.0
 
 
-def test_a_repeated_blank_is_wrong_and_what_would_be_said_in_its_place_is_counted(tmp_path: Path) -> None:
-    scorer = Scorer(Backbone.load(save_tiny_llama(tmp_path / "llama")))
-    blank = int(blank_tokens(scorer)[0])
-    assert set(scorer.backbone.tokenizer.decode([blank]).strip()) == {"_"}
-    found = cloze("Opens at 37 bar.", "37")
-    tokens = scorer.answer_tokens(found.example)
-    said = torch.full((len(tokens), len(scorer.backbone.tokenizer)), -9.0)
-    said[range(len(tokens)), tokens] = -1.0
-    said[:, blank] = -0.5
-    measured = HeldOut({"cloze": [found]}).measured(scorer, [said])["cloze"]
-    assert (measured["right"], measured["filled"]) == (0.0, 1.0)
-
-
 def test_the_share_is_of_the_gain_that_the_prompt_has() -> None:
     def row(nll: float) -> dict[str, dict[str, float]]:
         return {"cloze": {"nll": nll}}
 
     assert recovered(row(12.0), row(20.0), row(10.0)) == pytest.approx({"cloze": 0.8})
     assert recovered(row(12.0), row(10.0), row(20.0)) == {}
-
-
-def test_the_made_up_document_is_always_the_same_and_retrieval_finds_its_lines() -> None:
-    text = DOCUMENTS["made-up"]().text
-    assert text == DOCUMENTS["made-up"]().text
-    lines = text.split("\n\n")
-    assert all(line in retriever(lines)(f"Continue this sentence: {line[:24]}") for line in lines[:5])
 
 
 def test_served_requests_find_nothing_in_the_prefix_cache_but_the_cached_document() -> None:
@@ -80,8 +58,3 @@ def test_served_requests_find_nothing_in_the_prefix_cache_but_the_cached_documen
 
     assert len({salt(cached=False) for _ in range(3)}) == 3
     assert len({salt(cached=True) for _ in range(3)}) == 1
-
-
-def test_served_times_are_compared_within_a_turn() -> None:
-    """The second turn found the machine busy with something else."""
-    assert _ratio({"nothing": [1.0, 9.0, 1.0], "memory": [2.0, 18.0, 2.0]}, "memory") == 2.0

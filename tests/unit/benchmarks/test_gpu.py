@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ import benchmarks.kernels.run
 import benchmarks.serving.run
 import benchmarks.serving.steps
 from benchmarks import gpu
-from tests.unit.benchmarks.absent import ABSENT
 
 ROOT = Path(__file__).parents[3]
 PARSERS = {
@@ -23,7 +21,6 @@ PARSERS = {
     "benchmarks.serving.run": benchmarks.serving.run.parse_arguments,
     "benchmarks.serving.steps": benchmarks.serving.steps.parse_arguments,
 }
-PYTEST_PLUGINS = ("hypothesis", "xdist", "pytest_timeout", "psutil")
 
 
 def test_make_gpu_would_run_every_check_and_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,18 +69,3 @@ def test_a_step_that_fails_or_is_left_out_does_not_stop_the_others(
     monkeypatch.setattr(sys, "argv", ["gpu", "--results", str(tmp_path), "--only", "pass"])
     assert gpu.main() == 0
     assert len(json.loads((tmp_path / "gpu.json").read_text())["steps"]) == 1
-
-
-def test_the_kernel_tests_are_collected_where_little_is_installed() -> None:
-    """Without vLLM, without hypothesis, and without pytest's plugins."""
-    code = f"""
-import sys, pytest
-sys.modules.update(dict.fromkeys({(*ABSENT, *PYTEST_PLUGINS)!r}))
-sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "--co", "tests/unit/inducekv_vllm/attention/kernels"]))
-"""
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    for file in ("test_kernels.py", "test_on_gpu.py"):
-        assert f"{file}::" in ran.stdout
-    assert "could not import 'hypothesis'" in ran.stdout

@@ -15,18 +15,20 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES, LATENT_GEOMETRIES
 from benchmarks.kernels import attention, rivals
-from benchmarks.kernels.compiled import programs_of_a_processor
 from benchmarks.kernels.rivals import Inputs
 from benchmarks.kernels.run import SECTIONS
 from benchmarks.kernels.timing import Peaks
 from benchmarks.kernels.workloads import Case, build
-from tests.unit.benchmarks.absent import ABSENT
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 ROOT = Path(__file__).parents[3]
 TINY = GEOMETRIES["tiny"]
 PEAKS = Peaks(bytes_per_second=4e12, operations_per_second=8e14, launch_us=1.5)
 # What the project needs beside torch, triton and numpy, and a machine with a GPU may lack.
+ABSENT = (
+    *("vllm", "faiss", "pydantic", "transformers", "safetensors", "fastapi", "jinja2", "matplotlib", "PIL", "rich"),
+    *("cachetools", "inducekv_vllm.bundle", "inducekv_vllm.attention.resident_bundle", "selector", "server"),
+)
 
 
 def test_the_benchmark_needs_torch_triton_and_numpy_alone(tmp_path: Path) -> None:
@@ -164,17 +166,3 @@ def test_nothing_spills_at_the_sizes_of_qwen3_vl() -> None:
 def test_every_variant_compiles_for_a_gpu(capability: str, dtype: str) -> None:
     arguments = ["--geometry", *GEOMETRIES, "--capability", capability, "--dtype", dtype]
     assert _compiled(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("capability", "used", "warps", "programs"),
-    [
-        (90, {"registers": 255, "shared": 75264}, 4, 2),  # registers: 8 warps of 8192
-        (90, {"registers": 64, "shared": 75264}, 4, 3),  # shared memory: 228 KiB of the processor
-        (90, {"registers": 32, "shared": 1024}, 8, 8),  # 64 warps
-        (120, {"registers": 64, "shared": 75264}, 4, 1),
-        (89, {"registers": 64, "shared": 101377}, 4, 0),  # more than 99 KiB
-    ],
-)
-def test_programs_of_a_processor(capability: int, used: dict[str, int], warps: int, programs: int) -> None:
-    assert programs_of_a_processor(used, warps, capability) == programs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -32,13 +31,6 @@ def run(port: int, seconds: int = 2) -> subprocess.CompletedProcess[str]:
     host = ["--host", f"http://127.0.0.1:{port}"]
     command = [sys.executable, "-m", "locust", "-f", LOCUSTFILE, *host, "--headless", "-u", "1", "-t", f"{seconds}s"]
     return subprocess.run(command, cwd=LOCUSTFILE.parents[2], capture_output=True, text=True)
-
-
-def test_a_run_without_an_answer_fails() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, and never answers
-        ended = run(listener.getsockname()[1])
-    assert ended.returncode == 1
-    assert "no request was answered" in ended.stderr
 
 
 def test_a_run_with_answers_succeeds() -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from benchmarks.real import base, sources
+from benchmarks.real import base
 from benchmarks.real.items import BASE, SPLITS
 from benchmarks.real.sources import Packages
-from benchmarks.real.stream import items_of, write_task
+from benchmarks.real.stream import items_of
 from benchmarks.real.tasks import REMEMBERED, TASKS
 from inducekv_vllm.errors import ConfigError
 from tests.tiny_families import FAMILIES
 from tests.unit.benchmarks.made_up_packages import MadeUp
 
-ROOT = Path(__file__).parents[3]
 RESULTS = Path(base.__file__).parents[1] / "results"
 SIZES = {"train": 96, "validation": 24, "test": 24}
 BY_CONCEPT = [name for name, task in TASKS.items() if task.split_by == "concept"]
@@ -94,20 +92,6 @@ def test_the_chosen_families_are_those_that_were_measured() -> None:
     assert {name for name, row in families.items() if row["first_half"] >= base.ENOUGH} == set(base.CHOSEN)
 
 
-def test_too_little_data_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"valence: the packages hold \d+ \w+ questions, expected"):
-        write_task(tmp_path / "valence", "valence", MadeUp(count=20), SIZES)
-    assert not any(tmp_path.iterdir())
-
-    def absent(name: str) -> None:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(sources, "distribution", absent)
-    with pytest.raises(ConfigError, match=r"the package emoji is not installed: install it with .make setup-real"):
-        write_task(tmp_path / "language", "language", Packages(), SIZES)
-    assert not any(tmp_path.iterdir())
-
-
 def test_the_command_measures_both_halves_of_every_family(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -116,7 +100,7 @@ def test_the_command_measures_both_halves_of_every_family(
     monkeypatch.setattr(base, "Packages", MadeUp)
     monkeypatch.setattr(base, "FAMILIES", {name: base.FAMILIES[name] for name in base.CHOSEN})
     out = tmp_path / "base.json"
-    assert base.main(["--model", str(model), "--questions", "2", "--out", str(out)]) == 0
+    assert base.main(["--model", str(model), "--questions", "2", "--output", str(out)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(out.read_text())
     assert list(printed["families"]) == list(base.CHOSEN)

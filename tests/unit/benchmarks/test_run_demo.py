@@ -59,10 +59,3 @@ def test_the_table_counts_the_right_answers_of_both(monkeypatch: pytest.MonkeyPa
     console = Console(record=True, width=200, file=StringIO())
     run_demo.run(openai.OpenAI(api_key="none"), questions[0], [*questions, questions[2]], console)
     assert "right without memory: 2 of 5; with memory: 3 of 5" in console.export_text()
-
-
-def test_a_task_of_another_model_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["run_demo", "--model", "smollm2", "--tasks", "guild"])
-    with pytest.raises(SystemExit):
-        run_demo.main()
-    assert "--tasks must be of base, valence, airport, language, found guild" in capsys.readouterr().err

@@ -91,14 +91,6 @@ def test_a_second_turn_is_asked_after_its_first(url: str) -> None:
     assert [message["content"] for message in second["messages"]] == ["a", "red", "b"]
 
 
-@pytest.mark.parametrize("then", [None, {"role": "user", "content": "b"}])
-def test_what_a_server_refuses_is_told_and_not_raised(url: str, then: dict[str, Any] | None) -> None:
-    request = {"body": BODY | {"model": "none"}} | ({"then": then} if then else {})
-    _, timings, (why,) = asked(url, [request], 1)
-    assert timings == []
-    assert "HTTP 404" in why
-
-
 def test_a_gate_is_asked_what_it_decided(url: str) -> None:
     async def ask(model: str) -> dict[str, Any]:
         async with session() as client:

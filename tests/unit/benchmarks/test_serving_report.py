@@ -1,14 +1,11 @@
-"""The tables of the serving benchmark: medians, ratios, targets, and a file that is complete after every block."""
+"""The tables of the serving benchmark: medians, ratios and targets, and what is not counted in them."""
 
 from __future__ import annotations
 
-import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks.serving import report
 
@@ -56,24 +53,6 @@ def test_a_target_may_be_the_least() -> None:
     assert (target["base"], target["reached"], target["met"]) == ("lora", 2.0, True)
 
 
-def test_what_is_on_disk_is_complete_after_every_block(tmp_path: Path) -> None:
-    """Whenever a run is cut off, its blocks and the tables of them are there."""
-    path = tmp_path / "results" / "serving.json"
-    record = report.Record(path, {"model": "tiny"}, BASES)
-    assert json.loads(path.read_text()) == {"model": "tiny", "cells": {}, "targets": [], "failed_requests": 0}
-    for number, each in enumerate([block("none", 0.1), block("idle", 0.2), block("idle", 0.4)], start=1):
-        record.keep(each)
-        assert len(report.blocks_of(path).read_text().splitlines()) == number
-        on_disk = json.loads(path.read_text())
-        assert sum(row["requests"] for row in on_disk["cells"]["c1_p256"].values()) == number
-    assert on_disk["cells"]["c1_p256"]["idle"]["x"][0] == 3
-    assert json.loads(report.blocks_of(path).read_text().splitlines()[-1]) == each
-    record.tell(passes=1)
-    assert json.loads(path.read_text())["passes"] == 1
-    report.Record(path, {}, BASES)  # a run anew does not go on with another's blocks
-    assert not report.blocks_of(path).exists()
-
-
 def test_warm_up_and_failed_blocks_are_kept_and_not_counted(tmp_path: Path) -> None:
     record = report.Record(tmp_path / "serving.json", {}, BASES)
     record.keep(block("none", 9.0, **{"pass": -1}))
@@ -82,13 +61,3 @@ def test_warm_up_and_failed_blocks_are_kept_and_not_counted(tmp_path: Path) -> N
     assert record.result["failed_requests"] == 2
     assert record.result["first_failures"] == {"idle": "HTTP 500: a"}
     assert len(record.blocks.read_text().splitlines()) == 2
-
-
-def test_the_tables_are_shown(tmp_path: Path) -> None:
-    record = report.Record(tmp_path / "serving.json", {}, BASES)
-    for each in (block("none", 0.1), block("lora_none", 0.2), block("lora", 0.4)):
-        record.keep(each)
-    shown = io.StringIO()
-    report.show(record.result, Console(file=shown, width=200))
-    (lora,) = (line for line in shown.getvalue().splitlines() if "lora " in line)
-    assert [cell.strip() for cell in lora.split("│")][1:7] == ["lora", "1", "256", "400.0", "4.0", "2.0"]

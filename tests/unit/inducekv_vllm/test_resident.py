@@ -295,3 +295,8 @@ def test_what_has_no_room_in_the_pool_is_read_once(bundles: ResidentBundles, loa
     bundles.unload("A", keep=True)
     assert load(bundles, "C").digest == "C"
     assert len(loader.threads) == 3
+
+
+def test_the_outcome_of_a_load_that_was_given_up_is_an_error_and_ends_nobody(bundles: ResidentBundles) -> None:
+    """One that is out of time is unloaded, while whoever waits for it asks once more."""
+    assert isinstance(bundles.outcome("gone"), BundleError)

@@ -86,6 +86,17 @@ def test_every_file_of_results_is_named() -> None:
     assert sorted(named) == sorted(path.name for path in RESULTS.glob("*.json"))
 
 
+def test_a_list_of_modules_is_complete() -> None:
+    """Of a package that lists its modules, `name.py` and what is in it."""
+    wrong = []
+    for package in (ROOT / name for name in OUR_PACKAGES):
+        for path in package.rglob("__init__.py"):
+            listed = set(re.findall(r"^ *(\w+)\.py ", ast.get_docstring(ast.parse(path.read_text())) or "", re.M))
+            if listed and listed != {each.stem for each in path.parent.glob("*.py")} - {"__init__", "__main__"}:
+                wrong.append(str(path.relative_to(ROOT)))
+    assert not wrong
+
+
 def test_every_test_module_says_what_it_promises() -> None:
     silent = [path for path in (ROOT / "tests").rglob("test_*.py") if not path.read_text().startswith('"""')]
     assert not silent

@@ -105,11 +105,14 @@ class FakeServer:
     def __init__(self, digest: str) -> None:
         self.digest, self.seen, self.headers = digest, list[Any](), list[dict[str, str]]()
         self.trace: dict[str, Any] | None = {}
+        self.name = "both"
 
     def answer(self, request: Request) -> tuple[int, Any]:
         self.headers.append(dict(request.headers))
-        if request.path == "/v1/memory_bundles/both":
-            return 200, {"bundle": {"name": "both", "digest": self.digest}}
+        if request.path == f"/v1/memory_bundles/{self.name}":
+            return 200, {"bundle": {"name": self.name, "digest": self.digest}}
+        if request.path.startswith("/v1/memory_bundles?"):
+            return 200, {"data": [{"name": self.name, "digest": self.digest}], "has_more": False}
         if request.path.startswith("/v1/memory_bundles/"):
             return 404, {"error": {"message": "no memory bundle of this name is loaded"}}
         assert request.path == "/v1/chat/completions"
@@ -160,15 +163,20 @@ def test_what_is_refused(path: Path, tasks: dict[str, Path], tmp_path: Path, mod
     with imitated_server(server.answer) as url:
         for arguments, problem in (
             ((plain, *questions, "--url", url), "plain.safetensors: the bundle has no relevance gate"),
-            ((path, *questions, "--url", url, "--name", "other"), "has no bundle of the name 'other'"),
             ((path, *questions, "--url", "127.0.0.1:1"), "--url must be an http or https address"),
             ((path, *questions, "--url", "http://127.0.0.1:1"), "cannot be reached"),
-            ((path, *questions, "--model", "x", "--name", "both"), "give its --url"),
             ((path, "--questions", tmp_path / "none.txt", "--url", url), "cannot read the background requests"),
             ((path, *questions, "--model", model_folders["qwen3-vl"]), "another backbone"),
         ):
             assert problem in refuse("eval", "--gate", *arguments)
         server.trace = None
         assert "has no trace of the gate" in refuse("eval", "--gate", path, *questions, "--url", url)
+        server.trace, server.name = {}, "elsewhere"
+        command("eval", "--gate", path, *questions, "--url", url)
         server.digest = "0" * 64
-        assert "serves another version as 'both'" in refuse("eval", "--gate", path, *questions, "--url", url)
+        refused = refuse("eval", "--gate", path, *questions, "--url", url)
+        assert f"has no bundle of the digest {read_bundle(path).digest}" in refused
+        server.name = "both"
+        assert f"serves another version as 'both', {server.digest}" in refuse(
+            *("eval", "--gate", path, *questions, "--url", url)
+        )

@@ -148,12 +148,3 @@ def test_the_gate_stands_beside_the_accuracy(
     with imitated_server(answer) as url:
         served = command("eval", bundle, *files, "--url", url).splitlines()
     assert [line.split()[-3:] for line in served[1:3]] == [["0", colours[1], "0"], ["-", base[1], "0"]]
-
-
-def test_what_is_refused(path: Path, questions: Path, model_folders: dict[str, Path]) -> None:
-    model = ("--model", model_folders["llava"])
-    for arguments, problem in (
-        ((*model, "--name", "x"), "give its --url"),
-        (("--url", "127.0.0.1:1"), "--url must be an http or https address"),
-    ):
-        assert problem in refuse("eval", path, "--questions", questions, *arguments)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from inducekv_vllm.errors import ConfigError
+from selector.cli.columns import ColumnOptions
 from selector.cli.select import main
+from selector.data.columns import Columns
 from selector.data.examples import read_task
 from tests.unit.selector.stream import SMALL, Stream, without_plots
 
@@ -28,7 +31,7 @@ def table(tmp_path: Path, tasks: dict[str, Path]) -> Path:
 
 
 def run(model: Path, table: Path, output: Path, *more: str) -> int:
-    columns = ("--prompt-column", "ticket", "--answer-column", "reply", "--task-name", "support")
+    columns = ("--columns", "prompt=ticket,answer=reply", "--task-name", "support")
     with without_plots():
         return main(["--model", str(model), "--task", str(table), "--output", str(output), *columns, *more])
 
@@ -97,3 +100,13 @@ def test_presets_are_settings_that_flags_change(
     assert (settings["activation"], settings["learning_rate"], settings["steps"]) == ("generation", 0.1, 2)
     assert run(model_folders["llava"], table, output, "--preset", "best", "--recipe", "paper") == 2
     assert "--preset is a setting of the recipe 'refined' only" in capsys.readouterr().err
+
+
+def test_the_columns_stand_in_one_flag() -> None:
+    """Their names may have commas and signs of equality."""
+    assert ColumnOptions().of_table() == Columns()
+    named = ColumnOptions(columns="prompt=Question, in short,answer=a=b", task_name="t")
+    assert named.of_table() == Columns(prompt="Question, in short", answer="a=b", task="t")
+    for wrong in ("", "ticket", "prompt=", "prompt=a,prompt=b", "answers=a"):
+        with pytest.raises(ConfigError, match=r"--columns must be like prompt=NAME,answer=NAME,image=NAME, found"):
+            ColumnOptions(columns=wrong).of_table()

@@ -160,7 +160,7 @@ def test_an_earlier_turn_of_the_assistant_stays_in_the_prompt(tmp_path: Path) ->
         ("x.jsonl.gz", b"\x1f\x8b\x08", "an Excel file or another archive"),
         ("x.json", b'{"question": ["a"], "answer": ["b"]}', r"'question' must be a text, found \['a'\]"),
         ("x.csv", b"question,answer,label\na,b,c\n", r"columns answer, label could all be the answer: name it"),
-        ("x.csv", b"title,answer\na,b\n", "no column is the prompt: name it with --prompt-column; there are title"),
+        ("x.csv", b"title,answer\na,b\n", "no column is the prompt: name it with --columns prompt=NAME; there"),
         ("x.csv", b"question,answer\na,b,c\n", "line 2: expected 2 cells, found 3"),
         ("x.csv", b"question,answer\n\"a\nb\",c\nd,\n", "line 4: 'answer' must be a text, found ''"),
         ("x.csv", b"question,answer\na,caf\xe9\n", r"line 2: not UTF-8 text \(b'\\xe9'\): save the table in UTF-8"),

@@ -212,7 +212,7 @@ def test_decoupled_memory_changes_nothing_before_it_is_trained(llama: Backbone, 
         (["--recipe", "paper"], "--recipe is for tasks, and --document is given"),
         (["--entries-per-task", "2"], "--entries-per-task is for tasks, and --document is given"),
         (["--anchors-per-task", "2"], "--anchors-per-task is for tasks, and --document is given"),
-        (["--prompt-column", "a"], "--prompt-column is for tasks, and --document is given"),
+        (["--columns", "prompt=a"], "--columns is for tasks, and --document is given"),
     ],
 )
 def test_options_of_tasks_are_refused(

@@ -1,0 +1,13 @@
+"""What a user can set stays few: a new flag, field or parameter needs another one to go."""
+
+from __future__ import annotations
+
+from tests.surface import surface
+
+MOST = 215
+
+
+def test_no_more_than_are_needed() -> None:
+    found = surface()
+    assert all(found.values())
+    assert sum(map(len, found.values())) <= MOST, "python -m tests.surface --all lists them"
