@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from selector.update.build import build_bundle
 
 from benchmarks.lora_adapter import attach, save
 from benchmarks.research.continual.answering import Ask, OfflineAnswerer, OfflineModel, plan
@@ -25,8 +24,8 @@ from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import evidence_of
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
-from selector.update.settings import BuildSettings
 from tests.bundles import decided_gate, random_gate
+from tests.research.extracted import extracted_bundle
 from tests.research.small_streams import ORDER, gated
 
 
@@ -46,7 +45,7 @@ def examples(suite) -> list[Example]:
 @pytest.mark.parametrize(("task", "used"), [("no gate", ORDER), ("field", ORDER[1:]), (None, ())])
 def test_a_memory_answers_with_all_entries_or_with_those_that_its_gate_opens(task, used, backbone, suite, examples):
     stored = [example for task in suite.tasks for example in task.train[:4]]
-    bundle = build_bundle(backbone, stored, BuildSettings(budget=8, weighting="prior"))
+    bundle = extracted_bundle(backbone, stored, weighting="prior")
     served = bundle if task == "no gate" else gated(bundle, gate_to(task, backbone))
     retrieved = torch.tensor([entry.task in used for entry in bundle.metadata.entries])
     prior = torch.zeros(8).masked_fill(~retrieved, -torch.inf)

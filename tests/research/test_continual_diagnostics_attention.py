@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from selector.update.build import build_bundle
 
 from benchmarks.research.continual.diagnostics.memory_attention import memory_masses
 from inducekv_vllm.bundle import Bundle
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.update.settings import BuildSettings
+from tests.research.extracted import extracted_bundle
 from tests.research.finished_runs import diagnose, write_configuration, write_finished_run
 
 
@@ -19,12 +18,12 @@ def suite(demo_suite):
 
 def bundle_of(backbone, suite, weighting="sqrt") -> Bundle:
     examples = [example for task in suite.tasks for example in task.train[:2]]
-    return build_bundle(backbone, examples, BuildSettings(budget=4, payload_tokens=3, weighting=weighting))
+    return extracted_bundle(backbone, examples, payload_tokens=3, weighting=weighting)
 
 
 def test_queries_of_zero_share_attention_evenly(model, backbone, suite):
     """2 entries x 3 tokens against the t + 1 tokens that position t sees: the mass is 6 / (6 + t + 1)."""
-    bundle = build_bundle(backbone, suite.tasks[0].train[:2], BuildSettings(budget=2, payload_tokens=3))
+    bundle = extracted_bundle(backbone, suite.tasks[0].train[:2], payload_tokens=3)
     example = suite.tasks[0].test[0]
     blind = Backbone.load(model)
     for layer in blind.attention_layers():

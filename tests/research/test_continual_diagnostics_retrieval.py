@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from selector.update.build import build_bundle
 
 from benchmarks.research.continual.diagnostics.retrieval import Answered, Retrieval, hit_rate_bins, retrievals
 from inducekv_vllm.bundle import EntryRecord, Gate
-from selector.update.settings import BuildSettings
 from tests.bundles import d, random_bundle, random_gate
+from tests.research.extracted import extracted_bundle
 from tests.research.finished_runs import diagnose, refusal, write_configuration, write_finished_run
 
 
@@ -77,7 +76,7 @@ def out(demo_suite, demo_backbone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     data, suite = demo_suite(4, 1, 3, "guild", "field")
     examples = [*suite.tasks[0].train[:2], suite.tasks[1].train[0]]
-    bundle = build_bundle(demo_backbone, examples, BuildSettings(budget=3, payload_tokens=1))
+    bundle = extracted_bundle(demo_backbone, examples, payload_tokens=1)
     base = {"base": [True] * 9}
     before = {"guild": [True] * 3, **base}
     write_configuration(folder, data, suite)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks.research.continual.diagnostics.diversity import RANDOM, SELECTED, Chosen, means
-from selector.update.build import build_bundle
-from selector.update.settings import BuildSettings
+from tests.research.extracted import extracted_bundle
 from tests.research.finished_runs import diagnose, write_configuration, write_finished_run, write_run
 from tests.research.small_streams import ORDER
 
@@ -83,7 +82,7 @@ def memory(demo_suite, demo_backbone):
 
     def build(*rows: tuple[int, int]):
         examples = [tasks[task].train[row] for task, row in rows]
-        return build_bundle(demo_backbone, examples, BuildSettings(budget=8, payload_tokens=1, weighting="prior"))
+        return extracted_bundle(demo_backbone, examples, payload_tokens=1, weighting="prior")
 
     return build
 

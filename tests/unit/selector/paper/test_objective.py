@@ -15,12 +15,9 @@ from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.backbone.tiled_attention import tiled_attention
 from selector.data.examples import Example
-from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, outer_step
-from selector.paper.calibration import Calibration, fit, leaf
+from selector.paper.calibration import Calibration, leaf
 from selector.paper.candidate_pool import CandidatePool
 from selector.paper.objective import Objective, log_prior
-from selector.paper.settings import SelectionSettings
-from selector.update.coverage import Coverage
 from tests.unit.selector.exact import in_float64
 
 BUDGET, M = 3, 2
@@ -65,32 +62,6 @@ def test_both_losses_are_differentiable_in_w_and_phi(precise: Backbone, examples
             with torch.no_grad():
                 rise = loss(*moved(h * direction), (0,)) - loss(*moved(-h * direction), (0,))
             assert float(gradient @ direction) == pytest.approx(float(rise) / (2 * h), rel=1e-4)
-
-
-def test_the_unrolled_hypergradient_of_a_model_agrees_with_finite_differences(
-    precise: Backbone, examples: list[Example]
-) -> None:
-    objective = make_objective(precise, examples, torch.float64)
-    settings = SelectionSettings(budget=BUDGET, iterations=1, inner_steps=2, hypergradient="unrolled")
-    # Adam's first steps take the sign of the gradient, which has no slope: warm up first.
-    start = SelectionState.initial(6, BUDGET, Calibration.initial(precise.num_layers))
-    warm = fit(start.calibration, lambda phi, s: objective.current_loss(start.weights, phi, (9, s)), 3)
-    state = replace(start, calibration=warm, weights=weights_of(objective))
-    coverage = Coverage.of_keys(objective.pool.keys, BUDGET)
-    moved = iterate(SelectionProblem(objective, coverage, settings, 0.5, 0.0, True), state).weights
-
-    def end(weights: Tensor) -> float:
-        phi = fit(warm, lambda phi, s: objective.current_loss(weights, phi, (0, s)), 2).phi
-        with torch.no_grad():
-            current, anchors = objective.current_loss(weights, phi, (0, 2)), objective.anchor_loss(weights, phi, (0, 2))
-        return float(current + 0.5 * anchors)
-
-    steps = 1e-5 * torch.eye(6, dtype=torch.float64)
-    gradient = torch.tensor([(end(state.weights + e) - end(state.weights - e)) / 2e-5 for e in steps]).double()
-    torch.testing.assert_close(moved, outer_step(state.weights, gradient, settings), rtol=0, atol=1e-8)
-    alternating = settings.model_copy(update={"hypergradient": "alternating"})
-    partial = iterate(SelectionProblem(objective, coverage, alternating, 0.5, 0.0, True), state).weights
-    assert (moved - partial).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
 
 
 def test_weight_on_some_entries_only_is_the_memory_of_those_entries(llava: Backbone, examples: list[Example]) -> None:

@@ -22,11 +22,13 @@ from selector.data.given import read
 from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
 from selector.refined.candidates import AS_GOOD_ON_A_HYBRID, LEARNING_RATES, best_first
+from selector.refined.checks import check_tasks
 from selector.refined.estimate import estimate
 from selector.refined.settings import RefinedSettings
 from selector.refined.training import Training
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
+from selector.runtime.running import Run
 from selector.update.inputs import TaskInputs
 from selector.update.result import UpdateResult
 from tests.tiny_families import TEXT_SIZES, save_text
@@ -69,7 +71,9 @@ def learn(
     inputs = TaskInputs(named[:8], named[8:], anchors, previous)
     folder.mkdir(exist_ok=True)
     checkpoint, _ = Checkpoint.open(folder / task, changes)
-    return update_refined(llava, inputs, RefinedSettings(**(SMALL | changes)), checkpoint)
+    settings = RefinedSettings(**(SMALL | changes))
+    check_tasks(inputs, settings)
+    return update_refined(llava, inputs, settings, Run(checkpoint))
 
 
 def test_what_a_task_learns_does_not_depend_on_the_tasks_before(
