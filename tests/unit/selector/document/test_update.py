@@ -39,22 +39,9 @@ TEXT = "\n\n".join(
         ("avocet", 64, 90, "mill"),
     )
 )
-FEW: dict[str, Any] = {
-    "steps": 12,
-    "asked": 1,
-    "clozes": 2,
-    "continuations": 2,
-    "answer_tokens": 4,
-    "payload_tokens": 8,
-}
-FEW |= {
-    "payload_tokens": 8,
-    "learning_rate": 0.1,
-    "precision": "float32",
-    "chunk_tokens": 64,
-    "form": "merged",
-    "start": "first",
-}
+FEW: dict[str, Any] = {"steps": 12, "asked": 1, "clozes": 2, "continuations": 2, "answer_tokens": 4}
+FEW |= {"learning_rate": 0.1, "precision": "float32", "chunk_tokens": 64, "form": "merged", "start": "first"}
+FEW |= {"payload_tokens": 8}
 
 
 @pytest.fixture(scope="module")
