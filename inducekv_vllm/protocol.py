@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 from vllm.lora.request import LoRARequest
 
-from .facts import FactFound, FactMissed, StrictnessName
+from .facts import FactFound, FactMissed
 from .gate import Closed
 
 EXTRA_ARGS_KEY = "inducekv"
@@ -91,7 +91,6 @@ class DecideSpec:
     remainder: bool
     owner: str = ""  # who may share the decision
     adapters: tuple[tuple[str, TaskAdapter], ...] = ()  # of the tasks that have one instead of entries
-    strictness: StrictnessName = "normal"  # how much the request may differ from a fact's question
 
     def to_extra_args(self) -> dict[str, Any]:
         return {**asdict(self), "adapters": [[task, asdict(adapter)] for task, adapter in self.adapters]}
@@ -101,13 +100,7 @@ class DecideSpec:
         adapters = tuple((str(task), TaskAdapter(**adapter)) for task, adapter in raw["adapters"])
         top_k = None if raw["top_k"] is None else int(raw["top_k"])
         return cls(
-            str(raw["bundle"]),
-            bool(raw["retrieval"]),
-            top_k,
-            bool(raw["remainder"]),
-            str(raw["owner"]),
-            adapters,
-            raw["strictness"],
+            str(raw["bundle"]), bool(raw["retrieval"]), top_k, bool(raw["remainder"]), str(raw["owner"]), adapters
         )
 
 
@@ -167,7 +160,6 @@ class Decision:
     same_pass: bool = False  # the prompt's forward pass went on with what is decided; without it, the request goes back
     fact: FactFound | None = None  # beside any outcome but an error
     missed: FactMissed | None = None  # the nearest one, if none was found
-    strictness: StrictnessName | None = None  # by which facts were looked for; None: there are none
     picture: str | None = None  # the packed state of the prompt's pictures, if that is all that was asked for
 
     @property

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
 from .backbone.stored_facts import FactReader
 from .bundle import Bundle, FactRecord, bundle_without_entries
-from .bundle.metadata import MAX_ID, MAX_WORDING_BYTES, MAX_WORDINGS, first_problem
+from .bundle.metadata import MAX_ID, first_problem
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import (
-    CACHED_QUESTIONS,
-    MOST_CHARACTERS,
-    STRICTNESS,
-    QuestionIndex,
-    Strictness,
-    StrictnessName,
-    has_words,
-    same_words,
-)
+from .facts import CACHED_QUESTIONS, MOST_CHARACTERS, has_words, same_words
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
@@ -69,109 +63,96 @@ def fact_of(
         raise TaskDataError(f"example {id or question!r:.100}: {first_problem(error)}") from error
 
 
+@dataclass(frozen=True)
+class Report:
+    """What has become of a bundle's facts."""
+
+    ids: tuple[str, ...]  # those that were taught, corrected or forgotten
+    facts: int  # that the bundle has now
+    corrected: tuple[str, ...] = ()  # of `ids`, those that asked or answered something else before
+    dropped: tuple[str, ...] = ()  # earlier ones that had to go, in a full bundle
+    replaced: tuple[str, ...] = ()  # those that do not count any more: one of `ids` has the same question
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The next version of a bundle."""
+
+    bundle: Bundle
+    report: Report
+
+
 def taught(
-    bundle: Bundle | None,
+    before: Bundle | None,
     facts: Sequence[FactRecord],
     reader: FactReader,
     budget_bytes: int | None = None,
     *,
     when_full: WhenFull = "forget",
     last_used: Mapping[str, float] | None = None,
-    strictness: StrictnessName | None = None,
-) -> Bundle:
+) -> Taught:
     """The next version of a bundle, with more facts; the first one, of facts alone, if there is none yet.
 
     A fact whose id the bundle has already takes the other's place, as the newest one.
 
     Args:
-        facts: at least one, unless the strictness is all that changes.
+        facts: at least one.
         budget_bytes: of tensors and facts; None for that of the version before, or `DEFAULT_BUDGET_BYTES`.
         when_full: "forget" the earlier facts that were used or taught longest ago, as many as have to go; or "refuse".
         last_used: by id of a fact, when it last answered, in seconds since the epoch.
-        strictness: how much requests may differ from the facts' questions; None for that of the version before.
 
     Raises:
         TaskDataError: a fact has a question or a wording without words, a question that is longer than what is read of
             a request, or a wording that another fact's question has; an answer that is blank, or longer than the
             model's context; a chat template's marks in any of them; an id that occurs twice, or that a route could not
             name; or it has expired.
-        BundleError: an id is an entry's, `strictness` has another value, or there would be nothing in the bundle.
+        BundleError: an id is an entry's.
         CapacityError: they take more bytes, and none may be forgotten or too few can.
     """
-    new = {fact.id for fact in facts}
-    earlier = bundle.metadata.facts if bundle is not None else ()
-    kept = [fact for fact in earlier if fact.id not in new]
-    _check(facts, kept, reader)
-    settings = bundle.metadata.settings if bundle is not None else {}
+    new = {fact.id: fact for fact in facts}
+    earlier = before.metadata.facts if before is not None else ()
+    others = [fact for fact in earlier if fact.id not in new]
+    _check(facts, others, reader)
+    settings = before.metadata.settings if before is not None else {}
     budget = budget_bytes or settings.get("budget_bytes", DEFAULT_BUDGET_BYTES)
-    used = stored_bytes(bundle, [*kept, *facts])
+    used, kept = stored_bytes(before, [*others, *facts]), others
     if used > budget and when_full == "forget":
-        kept, used = _lately_used(kept, used, budget, last_used or {})
+        kept, used = _lately_used(others, used, budget, last_used or {})
     if used > budget:
         raise CapacityError(
             f"with {len(facts)} more facts the bundle has {used} bytes, and its budget is {budget}: forget some of its "
             f"{len(kept)} facts, or give a larger budget_bytes"
         )
-    settings = {**settings, "budget_bytes": budget}
-    if bundle is None:
-        made = {"facts": tuple(facts), "settings": settings, "strictness": strictness or "normal"}
-        return bundle_without_entries(reader.model, recipe=RECIPE, **made)
-    return _with_facts(bundle, [*kept, *facts], settings, strictness)
+    settings, now = {**settings, "budget_bytes": budget}, (*kept, *facts)
+    if before is None:
+        bundle = bundle_without_entries(reader.model, recipe=RECIPE, facts=now, settings=settings)
+    else:
+        bundle = _with_facts(before, now, settings)
+    left = {fact.id for fact in kept}
+    report = Report(
+        ids=tuple(new),
+        facts=len(now),
+        corrected=tuple(old.id for old in earlier if old.id in new and not _says_the_same(old, new[old.id])),
+        dropped=tuple(fact.id for fact in others if fact.id not in left),
+        replaced=tuple(old for old, newer in replaced_by(now).items() if newer in new),
+    )
+    return Taught(bundle, report)
 
 
-def with_wordings(
-    bundle: Bundle | None,
-    facts: Sequence[FactRecord],
-    reader: FactReader,
-    proposed: Mapping[str, Sequence[str]],
-    most: Mapping[str, int],
-) -> list[FactRecord]:
-    """New facts, with those of the proposed wordings that ask for them and for no other fact, of a bundle or new.
+def forgotten(before: Bundle, ids: Collection[str]) -> Taught:
+    """The next version of a bundle, without some of its facts.
 
-    A wording is kept if the rule accepts it as the fact's question and the question as the wording, no other fact's
-    question is nearer, and no fact has it already. The others are left out, and so are those with a template's marks.
-
-    Args:
-        proposed: by the facts' ids.
-        most: that are kept, by the facts' ids.
+    Raises:
+        UnknownFact: it has no such fact.
+        BundleError: nothing would be left of it.
     """
-    new = {fact.id for fact in facts}
-    earlier = [fact for fact in bundle.metadata.facts if fact.id not in new] if bundle is not None else []
-    strictness = STRICTNESS[bundle.metadata.strictness if bundle is not None else "normal"]
-    indexes = {
-        task: _Wordings([fact for fact in (*earlier, *facts) if fact.task == task and fact.picture is None], strictness)
-        for task in {fact.task for fact in facts if proposed.get(fact.id)}
-    }
-    made = []
-    for fact in facts:
-        if not (texts := proposed.get(fact.id)):
-            made.append(fact)
-            continue
-        kept = [text for text in texts if reader.mark_in(text) is None and indexes[fact.task].asks_for(text, fact)]
-        distinct = {same_words(text): text for text in reversed(kept)}  # the first of equal ones
-        room = min(most.get(fact.id, 0), MAX_WORDINGS - len(fact.also))
-        wordings = tuple(reversed(distinct.values()))[:room]
-        made.append(fact.model_copy(update={"also": (*fact.also, *wordings), "proposed": wordings}))
-    return made
-
-
-class _Wordings:
-    """The questions and wordings of a task's facts."""
-
-    def __init__(self, facts: Sequence[FactRecord], strictness: Strictness) -> None:
-        asked = [(text, fact.id) for fact in facts for text in (*fact.also, fact.question)]
-        self._ids = [id for _, id in asked]
-        self._index, self._strictness = QuestionIndex([text for text, _ in asked]), strictness
-
-    def asks_for(self, text: str, fact: FactRecord) -> bool:
-        """Whether a text can be a new wording of a fact."""
-        if len(text.encode()) > MAX_WORDING_BYTES or not has_words(text) or self._index.same_as(text) is not None:
-            return False
-        found = self._index.find(text, strictness=self._strictness)
-        if found is None or not found.comparison.is_asked or self._ids[found.number] != fact.id:
-            return False
-        back = QuestionIndex([text]).find(fact.question, strictness=self._strictness)
-        return back is not None and back.comparison.is_asked
+    facts = before.metadata.facts
+    if missing := sorted(set(ids) - {fact.id for fact in facts}):
+        raise UnknownFact(f"the bundle has no fact {missing[0]!r}")
+    kept = tuple(fact for fact in facts if fact.id not in ids)
+    if not kept and not before.num_entries and not before.metadata.task_adapters:
+        raise BundleError(f"all {len(facts)} facts would be forgotten, and a bundle needs one: unload it instead")
+    return Taught(_with_facts(before, kept, before.metadata.settings), Report(tuple(ids), len(kept)))
 
 
 def _lately_used(
@@ -189,28 +170,6 @@ def _lately_used(
         gone.add(fact.id)
         used -= _bytes_of(fact)
     return [fact for fact in facts if fact.id not in gone], used
-
-
-def forgotten(bundle: Bundle, ids: Collection[str]) -> Bundle:
-    """The next version of a bundle, without some of its facts.
-
-    Raises:
-        UnknownFact: it has no such fact.
-        BundleError: nothing would be left of it.
-    """
-    facts = bundle.metadata.facts
-    if missing := sorted(set(ids) - {fact.id for fact in facts}):
-        raise UnknownFact(f"the bundle has no fact {missing[0]!r}")
-    kept = [fact for fact in facts if fact.id not in ids]
-    if not kept and not bundle.num_entries and not bundle.metadata.task_adapters:
-        raise BundleError(f"all {len(facts)} facts would be forgotten, and a bundle needs one: unload it instead")
-    return _with_facts(bundle, kept, bundle.metadata.settings)
-
-
-def dropped(before: Bundle | None, after: Bundle) -> list[str]:
-    """The ids of facts that a version had, and the next one has not."""
-    kept = {fact.id for fact in after.metadata.facts}
-    return [fact.id for fact in before.metadata.facts if fact.id not in kept] if before is not None else []
 
 
 def stored_bytes(bundle: Bundle | None, facts: Sequence[FactRecord]) -> int:
@@ -281,12 +240,13 @@ def _stored_words(question: str) -> tuple[str, ...]:
     return same_words(question)
 
 
-def _with_facts(
-    bundle: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any], strictness: StrictnessName | None = None
-) -> Bundle:
-    strictness = strictness or bundle.metadata.strictness
-    changes = {"facts": tuple(facts), "fact_thresholds": {}, "settings": settings, "strictness": strictness}
-    return bundle.next(**changes, gate=bundle.gate_of(bundle.metadata.entries, facts))
+def _says_the_same(old: FactRecord, new: FactRecord) -> bool:
+    return (old.question, old.answer) == (new.question, new.answer)
+
+
+def _with_facts(before: Bundle, facts: Sequence[FactRecord], settings: dict[str, Any]) -> Bundle:
+    gate = before.gate_of(before.metadata.entries, facts)
+    return before.next(facts=tuple(facts), settings=settings, gate=gate)
 
 
 def replaced_by(facts: Sequence[FactRecord]) -> dict[str, str]:
@@ -294,3 +254,17 @@ def replaced_by(facts: Sequence[FactRecord]) -> dict[str, str]:
     asked = {fact.id: _asked(fact, fact.question) for fact in facts}
     newest = {question: id for id, question in asked.items()}
     return {id: newest[question] for id, question in asked.items() if newest[question] != id}
+
+
+class FactList:
+    """A version's facts in the order of their ids, page by page: one begins behind an id, there or not."""
+
+    def __init__(self, facts: Sequence[FactRecord]) -> None:
+        self._facts = sorted(facts, key=attrgetter("id"))
+        self._replaced_by = replaced_by(facts)
+
+    def page(self, after: str, limit: int) -> tuple[list[tuple[FactRecord, str | None]], bool]:
+        """The next facts behind an id, each with the newer one that counts in its place; and whether there are more."""
+        begin = bisect_right(self._facts, after, key=attrgetter("id"))
+        shown = self._facts[begin : begin + limit]
+        return [(fact, self._replaced_by.get(fact.id)) for fact in shown], begin + limit < len(self._facts)

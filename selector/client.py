@@ -126,14 +126,13 @@ class Server:
         """Teach a bundle facts; they serve when this returns.
 
         Args:
-            examples: each with "messages" and "answer"; "id", "task", "also", "propose" and "expires_at" if they are
-                given.
-            options: `budget_bytes`, `when_full`, `strictness`, `expected_digest`.
+            examples: each with "messages" and "answer"; "id", "task", "also" and "expires_at" if they are given.
+            options: `budget_bytes`, `when_full`, `expected_digest`.
         """
         return self.call("POST", _examples(name), {"examples": [dict(each) for each in examples], **options})
 
     def facts(self, name: str, page: int = 1000) -> Iterator[dict[str, Any]]:
-        """All facts of a bundle, in the order in which they were taught; so many are asked for at once."""
+        """All facts of a bundle, in the order of their ids; so many are asked for at once."""
         yield from self._pages(_examples(name), "id", page, as_admin=True)
 
     def correct(self, name: str, fact: str, **changes: Any) -> dict[str, Any]:

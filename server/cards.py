@@ -34,7 +34,7 @@ def card(names: Names, name: str, is_admin: bool) -> MemoryBundleCard:
     version = names.versions.get(served.digest)
     fields: dict[str, Any] = {
         field: getattr(memory.metadata, field)
-        for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter", "strictness")
+        for field in ("digest", "budget", "payload_tokens", "form", "weighting", "activations", "adapter")
     }
     return MemoryBundleCard(
         name=name,

@@ -30,6 +30,7 @@ from inducekv_vllm.bundle.adapters import read_adapter
 from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnsupportedModel
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.pace import beside_requests
+from inducekv_vllm.teaching import Report, Taught
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 
 from .access import Access, stable_path
@@ -37,6 +38,7 @@ from .adapters import adapter_folder
 from .state import ServerState, VersionRecord
 
 T = TypeVar("T")
+Teaching = Callable[[Bundle | None, FactReader], Taught]  # None for the first version of a name
 READS: Final = 4  # at a time, in threads of their own: what requests ask of the state does not wait for them
 
 
@@ -56,9 +58,8 @@ class Checked:
 class Changed:
     """A version of a bundle, made from the one before."""
 
-    before: Bundle | None  # None for the first version of a name
-    after: Bundle
     checked: Checked  # what is to be served
+    report: Report
 
 
 class BundleReader:
@@ -109,40 +110,36 @@ class BundleReader:
             yield dataclasses.replace(memory, path=path)
 
     @contextlib.asynccontextmanager
-    async def changed(
-        self, record: VersionRecord | None, change: Callable[[Bundle | None, FactReader], Bundle]
-    ) -> AsyncIterator[Changed]:
+    async def changed(self, record: VersionRecord | None, teach: Teaching) -> AsyncIterator[Changed]:
         """The next version of one that is served, or the first of a name. Its file is gone after the context.
 
         Raises:
-            InduceKVError: what `change` raises; or the version before cannot be read, or not be served if changed.
+            InduceKVError: what `teach` raises; or the version before cannot be read, or not be served if changed.
         """
         if self._signers:
             raise ConfigError("this server serves signed bundles alone, and what is taught over HTTP is not signed")
         async with contextlib.AsyncExitStack() as stack:
             path = None if record is None else await stack.enter_async_context(self._file_of(record))
-            changed = await self._in_thread(self._change, path, record, change)
+            changed = await self._in_thread(self._change, path, record, teach)
         try:
             yield changed
         finally:
             Path(changed.checked.memory.path).unlink(missing_ok=True)
 
-    def _change(
-        self, path: str | None, record: VersionRecord | None, change: Callable[[Bundle | None, FactReader], Bundle]
-    ) -> Changed:
+    def _change(self, path: str | None, record: VersionRecord | None, teach: Teaching) -> Changed:
         before = None
         if path is not None and record is not None:
-            before = read_bundle(path, backbone=self._backbone, name=f"bundle {record.name!r}")
-            if before.digest != record.digest:
-                raise BundleError(f"bundle {record.name!r} ({path}): the file has changed since it was loaded")
+            source = f"bundle {record.name!r} ({path})"
+            before = read_bundle(path, backbone=self._backbone, digest=record.digest, name=source)
             if before.metadata.task_adapters:
                 raise UnsupportedModel(
                     f"bundle {record.name!r} sends tasks to LoRA adapters: teach it with inducekv-bundle"
                 )
-        after = change(before, self.facts)
-        file = Path(self._folder.name, f"{after.digest}.safetensors")
-        write_bundle(after, file, verify=False)
-        return Changed(before, after, Checked(ServedBundle.from_bundle(after, str(file)), file.read_bytes()))
+        made = teach(before, self.facts)
+        file = Path(self._folder.name, f"{made.bundle.digest}.safetensors")
+        write_bundle(made.bundle, file, verify=False)
+        memory = ServedBundle.from_bundle(made.bundle, str(file))
+        return Changed(Checked(memory, file.read_bytes()), made.report)
 
     @cached_property
     def facts(self) -> FactReader:

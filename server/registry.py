@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
@@ -29,12 +29,12 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm import __version__
-from inducekv_vllm.backbone.stored_facts import FactReader
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, BundleMetadata
+from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import BundleError, CapacityError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.frontend.memory_engine import Lease
 from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.frontend.stopping import EngineStop
+from inducekv_vllm.teaching import Report
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 
@@ -46,7 +46,7 @@ from .following import POLL_S, Following
 from .journal import Journal
 from .metrics import RegistryMetrics
 from .names import MAX_NAMES, Names, unpinned
-from .reader import BundleReader, Checked
+from .reader import BundleReader, Checked, Teaching
 from .residency import PoolSize, Residency
 from .resolvers import resolver_of
 from .resolving import Resolving
@@ -66,8 +66,7 @@ class ChangedFacts:
     """What a change of facts has done."""
 
     card: MemoryBundleCard  # of the version that is served now
-    before: Bundle | None  # None for the first version of a name
-    after: Bundle
+    report: Report
 
 
 class BundleRegistry:
@@ -233,7 +232,7 @@ class BundleRegistry:
         self,
         change: Literal[Change.TEACH, Change.FORGET_FACTS],
         name: str,
-        make: Callable[[Bundle | None, FactReader], Bundle],
+        teach: Teaching,
         *,
         expected_digest: str | None = None,
         who: str = START,
@@ -241,10 +240,10 @@ class BundleRegistry:
         """Let a name stand for the next version of its bundle, with other facts.
 
         Args:
-            make: the next version from the served one, which is None where `Change.TEACH` makes the first one.
+            teach: the next version from the served one, which is None where `Change.TEACH` makes the first one.
 
         Raises:
-            InduceKVError: what `make` raises; or as for `load`.
+            InduceKVError: what `teach` raises; or as for `load`.
             RetryableRequestError: also if the resolver cannot say whether it has a bundle of this name.
         """
         if self._resolving is not None:
@@ -252,10 +251,10 @@ class BundleRegistry:
         async with self._changing(change, name, who, expected_digest) as made:
             self._check_name(name, replace=True)
             served = self._names.records(name)[0] if name in self._names else None
-            async with self._reader.changed(served, make) as changed:
+            async with self._reader.changed(served, teach) as changed:
                 record = _record(name, changed.checked.memory, who, TAUGHT)
                 shown = await self._serve(made, change, record, changed.checked)
-            return ChangedFacts(shown, changed.before, changed.after)
+            return ChangedFacts(shown, changed.report)
 
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
@@ -461,9 +460,9 @@ class BundleRegistry:
         """The next names in alphabetical order, with the digests that they stand for."""
         return self._names.page(after, limit)
 
-    def metadata(self, name: str) -> BundleMetadata:
-        """Of the version that a name stands for. Raises UnknownBundle: no bundle of this name is loaded."""
-        return self._names.known(name).memory.metadata
+    def memory(self, name: str) -> ServedBundle:
+        """What a name stands for, resident or not; any thread may ask. Raises UnknownBundle: no bundle of this name."""
+        return self._names.known(name).memory
 
     async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
         """What is known of a name.

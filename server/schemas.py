@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inducekv_vllm.bundle.metadata import MAX_WORDING_BYTES, MAX_WORDINGS
-from inducekv_vllm.facts import StrictnessName
 from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK, WhenFull
 
 from .changes import Change
@@ -19,8 +18,6 @@ from .changes import Change
 NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
 PATH_BYTES: Final = 4096  # Linux's PATH_MAX
 MAX_EXAMPLES: Final = 10_000  # in one request
-MAX_PROPOSED: Final = 8  # wordings of an example
-MAX_PROPOSED_AT_ONCE: Final = 256  # wordings of one request
 LEAST_BUDGET: Final = 2**16  # bytes of a bundle that is taught
 DIGEST: Final = "51c06bd8b5ea7b0a8f6f4a4a4d4b0de5ad5ce26b4e6dd2b7cb7b4f7bd1f4a3c0"
 EARLIER_DIGEST: Final = "9e1f0c5a3f6e8d7c2b1a09f8e7d6c5b4a39281706f5e4d3c2b1a0f9e8d7c6b5a"
@@ -141,14 +138,6 @@ class TaughtExample(BaseModel):
     messages: Messages
     answer: Answer
     also: Wordings = []
-    propose: int | None = Field(
-        default=None,
-        description="How many wordings the served model may propose beside these. Those are kept that are found to ask "
-        "the same, and nothing that another example asks. Not for a question with pictures.",
-        strict=True,
-        ge=1,
-        le=MAX_PROPOSED,
-    )
     expires_at: datetime | None = Field(default=None, description="When it is not used any more, in UTC.")
 
 
@@ -157,10 +146,7 @@ class TeachRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    examples: Annotated[
-        list[TaughtExample],
-        Field(description="At least one, unless `strictness` is given.", max_length=MAX_EXAMPLES),
-    ] = []
+    examples: Annotated[list[TaughtExample], Field(min_length=1, max_length=MAX_EXAMPLES)]
     budget_bytes: int | None = Field(
         default=None,
         description=f"Bytes that the bundle may take; null for what it has, at first {DEFAULT_BUDGET_BYTES}.",
@@ -172,24 +158,7 @@ class TeachRequest(BaseModel):
         description="What happens beyond the budget: the earlier facts that answered or were taught longest ago are "
         "forgotten, or the call is refused.",
     )
-    strictness: StrictnessName | None = Field(
-        default=None,
-        description="How much requests may differ from the facts' questions, unless they say so themselves; null for "
-        "what the bundle has, at first `normal`.",
-    )
     expected_digest: ExpectedDigest = None
-
-    @model_validator(mode="after")
-    def _changes_something(self) -> Self:
-        if not self.examples and self.strictness is None:
-            raise ValueError("nothing to teach: expected examples or strictness, found neither")
-        return self
-
-    @model_validator(mode="after")
-    def _proposes_in_time(self) -> Self:
-        if (found := sum(example.propose or 0 for example in self.examples)) > MAX_PROPOSED_AT_ONCE:
-            raise ValueError(f"at most {MAX_PROPOSED_AT_ONCE} wordings are proposed for one request, found {found}")
-        return self
 
 
 class CorrectExampleRequest(BaseModel):
@@ -202,7 +171,7 @@ class CorrectExampleRequest(BaseModel):
     also: Wordings | None = Field(default=None, description="Wordings to add to those that it has.")
     without: list[str] = Field(
         default=[],
-        description="Wordings to take away, the model's or others.",
+        description="Wordings to take away.",
         examples=[["How is Lima abbreviated?"]],
         max_length=MAX_WORDINGS,
     )
@@ -229,12 +198,6 @@ class TaughtBundle(BaseModel):
     superseded: list[str] = Field(
         default=[], description="Ids of examples that do not count any more: one of these has the same question."
     )
-    proposed: dict[str, list[str]] = Field(
-        default={},
-        description="By id of the examples with `propose`: the wordings that are kept of those that the served model "
-        "has proposed; none if none asks the same.",
-        examples=[{"lima": ["Which code does Lima have?"]}],
-    )
     facts: int = Field(description="Facts of the bundle now.")
 
 
@@ -246,9 +209,6 @@ class MemoryExample(BaseModel):
     question: str | None = Field(description="Shown to the admin only.")
     answer: str | None = Field(description="Shown to the admin only.")
     also: list[str] | None = Field(description="Other wordings of the question. Shown to the admin only.")
-    proposed: list[str] | None = Field(
-        description="Of these, the ones that the served model has proposed. Shown to the admin only."
-    )
     source_digest: str = Field(description="SHA-256 of the question, in hexadecimal.")
     created_at: datetime | None
     expires_at: datetime | None
@@ -286,9 +246,6 @@ class MemoryBundleCard(BaseModel):
     expired_entries: int = Field(description="Of these, those that are not used any more: their date has passed.")
     budget: int = Field(description="The maximum number of entries.")
     facts: int = Field(description="The number of facts.")
-    strictness: str = Field(
-        description="How much requests may differ from the facts' questions: `strict`, `normal` or `lenient`."
-    )
     payload_tokens: int = Field(description="The tokens m of an entry.")
     form: str = Field(description="`merged` or `decoupled`.", examples=["decoupled"])
     weighting: str = Field(description="`sqrt`, `prior` or `uniform`.", examples=["uniform"])
@@ -425,7 +382,6 @@ class MemoryTrace(BaseModel):
                     "entries": [{"index": 0, "id": "guild-17", "task": "guild", "weight": 1.0}],
                     "facts": [],
                     "missed": None,
-                    "strictness": None,
                     "shared": None,
                     "timings": {
                         "decision_source": "computed",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from inducekv_vllm.backbone.stored_facts import FactReader
@@ -16,7 +15,7 @@ from inducekv_vllm.bundle import Bundle, FactRecord
 from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.pictures import is_picture
-from inducekv_vllm.teaching import dropped, fact_of, forgotten, replaced_by, taught, with_wordings
+from inducekv_vllm.teaching import Taught, fact_of, forgotten, taught
 
 from .bodies import MemoryRoute
 from .changes import Change
@@ -45,7 +44,6 @@ from .schemas import (
 
 Asked = tuple[str, str | None]  # a question's text, and what its pictures are like
 PICTURES_AT_ONCE: Final = 8
-PROPOSED_AT_ONCE: Final = 2  # questions: running requests are not to wait for them
 router = APIRouter(tags=[TAG], route_class=MemoryRoute)
 BAD_QUERY = errors(BAD_REQUEST="`limit` is no number from 1 to 10,000.")
 Name = Annotated[str, Path(description="The name of a bundle.", examples=["guild"])]
@@ -60,53 +58,41 @@ ExampleId = Annotated[str, Path(description="The id of an example.", examples=["
 )
 async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) -> TaughtBundle:
     """Make the next version of the bundle, or its first one; it serves when the answer comes. Nothing is trained."""
-    engine: MemoryEngine = request.app.state.inducekv_engine
-    facts = await _facts(body.examples, engine)
-    most = {fact.id: each.propose for fact, each in zip(facts, body.examples, strict=True) if each.propose is not None}
-    proposed = await _proposed(facts, most, engine)
+    facts = await _facts(body.examples, request.app.state.inducekv_engine)
     registry = registry_of(request)
     last_used = await registry.journal.uses(name)
 
-    def make(bundle: Bundle | None, reader: FactReader) -> Bundle:
-        return taught(
-            bundle,
-            with_wordings(bundle, facts, reader, proposed, most),
-            reader,
-            body.budget_bytes,
-            when_full=body.when_full,
-            last_used=last_used,
-            strictness=body.strictness,
-        )
+    def make(bundle: Bundle | None, reader: FactReader) -> Taught:
+        return taught(bundle, facts, reader, body.budget_bytes, when_full=body.when_full, last_used=last_used)
 
-    changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
-    gone = dropped(changed.before, changed.after)
-    answer = _answer(changed, [fact.id for fact in facts], gone)
-    answer.proposed = {fact.id: list(fact.proposed) for fact in changed.after.metadata.facts if fact.id in most}
-    return answer
+    return _answer(
+        await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
+    )
 
 
 @router.get(
-    "/v1/memory_bundles/{name:path}/examples", summary="List the facts of a bundle", responses=NOT_LOADED | BAD_QUERY
+    "/v1/memory_bundles/{name:path}/examples",
+    summary="List the facts of a bundle",
+    response_model=MemoryExampleList,
+    responses=NOT_LOADED | BAD_QUERY,
 )
 async def examples(
     name: Name,
     request: Request,
     key: KeyToSeeMore = None,
-    after: Annotated[str | None, Query(description="The id of the last example that was listed before.")] = None,
+    after: Annotated[str, Query(description="Begin behind this id, such as the last one of the page before.")] = "",
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> MemoryExampleList:
-    """In the order in which they were taught."""
-    metadata = registry_of(request).metadata(name)
-    is_admin, facts = access_of(request).is_admin(key), metadata.facts
-    begin = 0
-    if after is not None:
-        places = {fact.id: place for place, fact in enumerate(facts)}
-        if after not in places:
-            raise UnknownFact(f"the bundle has no fact {after!r}")
-        begin = places[after] + 1
-    newer = replaced_by(facts)
-    shown = [_shown(fact, newer.get(fact.id), is_admin) for fact in itertools.islice(facts, begin, begin + limit)]
-    return MemoryExampleList(digest=metadata.digest, data=shown, has_more=begin + limit < len(facts))
+) -> Response:
+    """In the order of their ids."""
+    registry, is_admin = registry_of(request), access_of(request).is_admin(key)
+
+    def listed() -> str:
+        memory = registry.memory(name)
+        page, has_more = memory.fact_list.page(after, limit)
+        data = [_shown(fact, newer, is_admin) for fact, newer in page]
+        return MemoryExampleList(digest=memory.digest, data=data, has_more=has_more).model_dump_json()
+
+    return Response(await asyncio.to_thread(listed), media_type="application/json")  # requests are not to wait for it
 
 
 @router.patch(
@@ -120,13 +106,14 @@ async def correct(
 ) -> TaughtBundle:
     """Give a fact another answer, question or date, or more wordings: it counts as the newest one then."""
     registry = registry_of(request)
-    registry.metadata(name)
+    await asyncio.to_thread(registry.memory, name)  # or it is 404
     asked = None
     if body.messages is not None:
         asked = await _asked(body.messages, example_id, request.app.state.inducekv_engine)
     make = partial(_corrected, example_id=example_id, asked=asked, body=body)
-    changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
-    return _answer(changed, [example_id])
+    return _answer(
+        await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
+    )
 
 
 @router.delete(
@@ -138,15 +125,15 @@ async def forget(
     name: Name, example_id: ExampleId, request: Request, admin: Admin, expected_digest: str | None = None
 ) -> TaughtBundle:
     """Versions before this one keep it for a rollback, until they are forgotten."""
-    registry = registry_of(request)
-    make = partial(_without, example_id=example_id)
-    changed = await registry.change_facts(Change.FORGET_FACTS, name, make, expected_digest=expected_digest, who=admin)
-    return _answer(changed, [example_id])
+    registry, make = registry_of(request), partial(_without, example_id=example_id)
+    return _answer(
+        await registry.change_facts(Change.FORGET_FACTS, name, make, expected_digest=expected_digest, who=admin)
+    )
 
 
 def _corrected(
     bundle: Bundle | None, reader: FactReader, *, example_id: str, asked: Asked | None, body: CorrectExampleRequest
-) -> Bundle:
+) -> Taught:
     known = {fact.id: fact for fact in bundle.metadata.facts} if bundle is not None else {}
     if example_id not in known:
         raise UnknownFact(f"the bundle has no fact {example_id!r}")
@@ -155,16 +142,13 @@ def _corrected(
     expiry = body.expires_at or old.expires_at
     if stray := [wording for wording in body.without if wording not in old.also]:
         raise TaskDataError(f"example {example_id!r} has no wording {stray[0]!r}")
-    # Those that the model has proposed are of the question that it was asked about.
-    gone = {*body.without, *(old.proposed if asked is not None else ())}
-    added = body.also or []
-    also = list(dict.fromkeys([*(wording for wording in old.also if wording not in gone), *added]))
+    kept = [wording for wording in old.also if wording not in body.without]
+    also = list(dict.fromkeys([*kept, *(body.also or [])]))
     new = fact_of(question, body.answer or old.answer, old.task, example_id, expiry, picture, also)
-    proposed = tuple(wording for wording in old.proposed if wording in also and wording not in added)
-    return taught(bundle, [new.model_copy(update={"proposed": proposed})], reader, when_full="refuse")
+    return taught(bundle, [new], reader, when_full="refuse")
 
 
-def _without(bundle: Bundle | None, reader: FactReader, *, example_id: str) -> Bundle:
+def _without(bundle: Bundle | None, reader: FactReader, *, example_id: str) -> Taught:
     assert bundle is not None  # the name is loaded
     return forgotten(bundle, [example_id])
 
@@ -182,28 +166,6 @@ async def _facts(examples: Sequence[TaughtExample], engine: MemoryEngine) -> lis
         at_once = range(len(facts), min(len(facts) + PICTURES_AT_ONCE, len(examples)))
         facts += await asyncio.gather(*map(fact, at_once))
     return facts
-
-
-async def _proposed(facts: Sequence[FactRecord], most: Mapping[str, int], engine: MemoryEngine) -> dict[str, list[str]]:
-    """What the served model proposes, by the ids of the facts that want so many wordings.
-
-    Raises:
-        TaskDataError: such a fact is about pictures, or the model does not take its question.
-    """
-    wanting = [fact for fact in facts if fact.id in most]
-    if about_pictures := [fact.id for fact in wanting if fact.picture is not None]:
-        raise TaskDataError(f"example {about_pictures[0]!r}: no wordings are proposed of a question with pictures")
-    at_once = asyncio.Semaphore(PROPOSED_AT_ONCE)
-
-    async def wordings(fact: FactRecord) -> list[str]:
-        async with at_once:
-            try:
-                return await engine.wordings(fact.question, most[fact.id])
-            except TaskDataError as error:
-                raise TaskDataError(f"example {fact.id!r}: {error}") from error
-
-    found = await asyncio.gather(*map(wordings, wanting))
-    return {fact.id: texts for fact, texts in zip(wanting, found, strict=True)}
 
 
 async def _asked(messages: Sequence[ExampleMessage], example: str, engine: MemoryEngine) -> Asked:
@@ -239,7 +201,6 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
         question=fact.question if is_admin else None,
         answer=fact.answer if is_admin else None,
         also=list(fact.also) if is_admin else None,
-        proposed=list(fact.proposed) if is_admin else None,
         source_digest=fact.source_digest,
         created_at=fact.created_at,
         expires_at=fact.expires_at,
@@ -248,14 +209,13 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
     )
 
 
-def _answer(changed: ChangedFacts, ids: Sequence[str], gone: Sequence[str] = ()) -> TaughtBundle:
-    card = changed.card
-    superseded = [old for old, new in replaced_by(changed.after.metadata.facts).items() if new in ids]
+def _answer(changed: ChangedFacts) -> TaughtBundle:
+    card, report = changed.card, changed.report
     return TaughtBundle(
         name=card.name,
         digest=card.digest,
-        ids=list(ids),
-        forgotten=list(gone),
-        superseded=superseded,
-        facts=card.facts,
+        ids=list(report.ids),
+        forgotten=list(report.dropped),
+        superseded=list(report.replaced),
+        facts=report.facts,
     )

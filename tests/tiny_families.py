@@ -11,90 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AfmoeConfig,
-    ArceeConfig,
-    CohereConfig,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Ernie4_5_MoeConfig,
-    Ernie4_5Config,
-    Exaone4Config,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    Gemma3TextConfig,
-    Gemma4AudioFeatureExtractor,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Gemma4ImageProcessor,
-    Gemma4Processor,
-    Gemma4TextConfig,
-    Gemma4VideoProcessor,
-    Gemma4VisionConfig,
-    GemmaConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    Glm4MoeLiteConfig,
-    GlmConfig,
-    GotOcr2ImageProcessor,
-    GraniteConfig,
-    GraniteMoeConfig,
-    HunYuanDenseV1Config,
-    HunYuanMoEV1Config,
-    HyperCLOVAXConfig,
-    HYV3Config,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-    InternVLVisionConfig,
-    Jais2Config,
-    LagunaConfig,
-    Llama4Config,
-    Llama4ForConditionalGeneration,
-    Llama4ImageProcessor,
-    Llama4Processor,
-    Llama4TextConfig,
-    Llama4VisionConfig,
-    LlamaConfig,
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    MellumConfig,
-    MiniMaxM2Config,
-    Ministral3Config,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoeConfig,
-    Phi3Config,
-    PhiConfig,
-    PixtralImageProcessor,
-    PixtralProcessor,
-    PixtralVisionConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SeedOssConfig,
-    SiglipVisionConfig,
-    SmolLM3Config,
-    StableLmConfig,
-    Starcoder2Config,
-)
+import transformers as hf
 
 from inducekv_vllm.models import register_model
 from inducekv_vllm.models.deepseek_vl2 import DeepseekVLV2ForCausalLM
@@ -102,9 +19,13 @@ from inducekv_vllm.models.deepseek_vl2_config import CHAT_TEMPLATE, DeepseekVL2C
 from inducekv_vllm.models.llava_onevision1_5 import LLaVAOneVision1_5_ForConditionalGeneration
 from inducekv_vllm.models.llava_onevision1_5_config import LlavaOnevision15Config
 from tests.tiny_models import (
+    FOUR_EXPERTS,
     HEADS,
     HIDDEN,
     PICTURE_SIZE,
+    QWEN_TOWER,
+    TEXT_SIZES,
+    TOWER,
     byte_tokenizer,
     picture_template,
     qwen_vl_tokenizer,
@@ -117,25 +38,13 @@ from tests.tiny_models import (
 )
 
 SMALL_TIMM = {"img_size": 56, "embed_dim": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
-TEXT_SIZES = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "num_hidden_layers": 3,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
 THREE_QUERY_HEADS = TEXT_SIZES | {"num_attention_heads": 6}  # for each KV head: no power of two
 QWEN2_HIDDEN = 128  # vLLM's Qwen2 has heads of hidden size / query heads, and its CPU attention none below 32
 QWEN2_SIZES = {"hidden_size": QWEN2_HIDDEN, "intermediate_size": 192, "head_dim": QWEN2_HIDDEN // HEADS}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+EXPERTS = FOUR_EXPERTS | {"norm_topk_prob": True}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN2_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 64}
-AFMOE_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
+AFMOE_EXPERTS = FOUR_EXPERTS | {
     "num_shared_experts": 1,
     "num_dense_layers": 1,
     "route_scale": 2.0,
@@ -146,40 +55,29 @@ AFMOE_EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
-GLM_EXPERTS = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "use_qk_norm": True,
-    "num_mtp_layers": 0,
-}
+ROUTED_EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GLM_EXPERTS = ROUTED_EXPERTS | {"use_qk_norm": True, "num_mtp_layers": 0}
 HUNYUAN_ROPE = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}}
 HUNYUAN_EXPERTS = {"num_experts": 4, "moe_topk": 2}
-HY_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
+HY_EXPERTS = FOUR_EXPERTS | {
     "num_shared_experts": 1,
-    "moe_intermediate_size": 64,
     # As its published settings have it, which transformers' class does not name.
     "first_k_dense_replace": 1,
     "expert_hidden_dim": 64,
     "route_norm": True,
     "qk_norm": True,
 }
-MINISTRAL_ROPE = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
+MINISTRAL_ROPE = {"rope_parameters": YARN | {"rope_theta": 1e6, "factor": 16.0, "llama_4_scaling_beta": 0.1}}
 MULTIPLIERS = {
     "embedding_multiplier": 2.0,
     "logits_scaling": 2.0,
@@ -199,11 +97,8 @@ GLOBAL_HEADS = {
     "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 0,
 }
-LAGUNA = {
+LAGUNA = FOUR_EXPERTS | {
     "num_attention_heads_per_layer": [4, 8, 8, 4],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "moe_routed_scaling_factor": 2.0,
 }
@@ -232,13 +127,10 @@ LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, 
 LATENT_SIZES = {
     **{name: size for name, size in TEXT_SIZES.items() if name != "head_dim"},
     **LATENTS,
+    **ROUTED_EXPERTS,
     "num_hidden_layers": 4,
     "num_key_value_heads": HEADS,
     "tie_word_embeddings": False,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
 }
@@ -256,19 +148,7 @@ def save_text(folder: str | Path, config: type[Any], **settings: Any) -> Path:
     return save_tiny_text_model(folder, lambda **numbers: config(**settings, **numbers))
 
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-
-
-def save_deepseek_v3(folder: str | Path, config: type[Any] = DeepseekV3Config, **settings: Any) -> Path:
+def save_deepseek_v3(folder: str | Path, config: type[Any] = hf.DeepseekV3Config, **settings: Any) -> Path:
     """Queries through a latent of their own, experts by groups, and the settings that transformers does not write."""
     sizes = LATENT_SIZES | {"q_lora_rank": 48, "n_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
     path = save_text(folder, config, **sizes | {"num_nextn_predict_layers": 0} | settings) / "config.json"
@@ -281,47 +161,37 @@ def save_llava_onevision(folder: str | Path) -> Path:
     """Qwen2, pictures cut into tiles (anyres), a learned token at the end of each row of features."""
     tokenizer = byte_tokenizer(["<image>", "<video>"], picture_template("<image>"), video_token="<video>")
     pinpoints = [[PICTURE_SIZE, PICTURE_SIZE], [PICTURE_SIZE, 2 * PICTURE_SIZE], [2 * PICTURE_SIZE, PICTURE_SIZE]]
-    config = LlavaOnevisionConfig(
-        vision_config=SiglipVisionConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=PICTURE_SIZE,
-            patch_size=12,
-            vision_use_head=False,
+    config = hf.LlavaOnevisionConfig(
+        vision_config=hf.SiglipVisionConfig(
+            **TOWER, image_size=PICTURE_SIZE, patch_size=12, vision_use_head=False
         ).to_dict(),
-        text_config=Qwen2Config(**text_sizes(tokenizer) | QWEN2_SIZES).to_dict(),
+        text_config=hf.Qwen2Config(**text_sizes(tokenizer) | QWEN2_SIZES).to_dict(),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=pinpoints,
     )
     size = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
-    processor = LlavaOnevisionProcessor(
-        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints),
+    processor = hf.LlavaOnevisionProcessor(
+        image_processor=hf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints),
         tokenizer=tokenizer,
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        video_processor=hf.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=(PICTURE_SIZE // 12) ** 2,
         vision_feature_select_strategy="full",
         chat_template=tokenizer.chat_template,
     )
-    save_random(LlavaOnevisionForConditionalGeneration, config, processor, Path(folder), 0)
-    use_published_names(Path(folder) / "model.safetensors")
-    return Path(folder)
+    return use_published_names(
+        save_random(hf.LlavaOnevisionForConditionalGeneration, config, processor, Path(folder), 0)
+    )
 
 
 def save_qwen2_5_vl(folder: str | Path) -> Path:
     """M-RoPE, and a vision tower with windows."""
     tokenizer, ids = qwen_vl_tokenizer()
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
-    config = Qwen2_5_VLConfig(
+    config = hf.Qwen2_5_VLConfig(
         text_config=text_sizes(tokenizer) | QWEN2_SIZES | {"rope_parameters": rope},
         vision_config={
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "patch_size": 8,
+            **QWEN_TOWER,
             "window_size": 32,
             "fullatt_block_indexes": [1],
             "out_hidden_size": QWEN2_HIDDEN,
@@ -330,16 +200,15 @@ def save_qwen2_5_vl(folder: str | Path) -> Path:
         tie_word_embeddings=False,
     )
     processor = qwen2_5_vl_processor(tokenizer)
-    save_random(Qwen2_5_VLForConditionalGeneration, config, processor, Path(folder), 0)
-    return Path(folder)
+    return save_random(hf.Qwen2_5_VLForConditionalGeneration, config, processor, Path(folder), 0)
 
 
-def qwen2_5_vl_processor(tokenizer: PreTrainedTokenizerFast, **sizes: int) -> Qwen2_5_VLProcessor:
+def qwen2_5_vl_processor(tokenizer: hf.PreTrainedTokenizerFast, **sizes: int) -> hf.Qwen2_5_VLProcessor:
     all_sizes: dict[str, Any] = {"patch_size": 8, "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}, **sizes}
-    return Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**all_sizes),
+    return hf.Qwen2_5_VLProcessor(
+        image_processor=hf.Qwen2VLImageProcessor(**all_sizes),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**all_sizes),
+        video_processor=hf.Qwen2VLVideoProcessor(**all_sizes),
         chat_template=tokenizer.chat_template,
     )
 
@@ -353,30 +222,22 @@ def save_internvl(folder: str | Path) -> Path:
         "video_token": "<video>",
     }
     tokenizer = byte_tokenizer([*names.values()], picture_template("<IMG_CONTEXT>"), **names)
-    config = InternVLConfig(
-        vision_config=InternVLVisionConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=PICTURE_SIZE,
-            patch_size=12,
-        ).to_dict(),
-        text_config=Qwen2Config(**text_sizes(tokenizer) | QWEN2_SIZES).to_dict(),
+    config = hf.InternVLConfig(
+        vision_config=hf.InternVLVisionConfig(**TOWER, image_size=PICTURE_SIZE, patch_size=12).to_dict(),
+        text_config=hf.Qwen2Config(**text_sizes(tokenizer) | QWEN2_SIZES).to_dict(),
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
         tie_word_embeddings=False,
     )
     size = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
-    processor = InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=3, crop_to_patches=True),
+    processor = hf.InternVLProcessor(
+        image_processor=hf.GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=3, crop_to_patches=True),
         tokenizer=tokenizer,
-        video_processor=InternVLVideoProcessor(size=size),
+        video_processor=hf.InternVLVideoProcessor(size=size),
         image_seq_length=4,
         chat_template=tokenizer.chat_template,
     )
-    save_random(InternVLForConditionalGeneration, config, processor, Path(folder), 0)
-    return Path(folder)
+    return save_random(hf.InternVLForConditionalGeneration, config, processor, Path(folder), 0)
 
 
 def save_llava_onevision1_5(folder: str | Path) -> Path:
@@ -385,11 +246,7 @@ def save_llava_onevision1_5(folder: str | Path) -> Path:
     config = LlavaOnevision15Config(
         text_config=text_sizes(tokenizer),
         vision_config={
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "patch_size": 8,
+            **QWEN_TOWER,
             "text_hidden_size": HIDDEN,
         },
         **ids,
@@ -402,8 +259,7 @@ def save_llava_onevision1_5(folder: str | Path) -> Path:
         torch.nn.init.normal_(model.model.visual.class_embedding)
         return model
 
-    save_random(make_model, config, processor, Path(folder), 0)
-    return Path(folder)
+    return save_random(make_model, config, processor, Path(folder), 0)
 
 
 def save_gemma3(folder: str | Path) -> Path:
@@ -412,25 +268,22 @@ def save_gemma3(folder: str | Path) -> Path:
     breaks = ["\n" * count for count in range(1, 5)]  # vLLM joins them around a picture
     tokenizer = byte_tokenizer([*names.values(), *breaks], picture_template("<start_of_image>"), **names)
     windows = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
-    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Gemma3Config(
-        text_config=Gemma3TextConfig(**text_sizes(tokenizer) | windows, query_pre_attn_scalar=64),
-        vision_config=SiglipVisionConfig(**tower, image_size=56, patch_size=14, vision_use_head=False).to_dict(),
+    config = hf.Gemma3Config(
+        text_config=hf.Gemma3TextConfig(**text_sizes(tokenizer) | windows, query_pre_attn_scalar=64),
+        vision_config=hf.SiglipVisionConfig(**TOWER, image_size=56, patch_size=14, vision_use_head=False).to_dict(),
         mm_tokens_per_image=4,
         boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
         eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
         image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
         tie_word_embeddings=True,
     )
-    processor = Gemma3Processor(
-        image_processor=Gemma3ImageProcessor(size={"height": 56, "width": 56}, do_pan_and_scan=False),
+    processor = hf.Gemma3Processor(
+        image_processor=hf.Gemma3ImageProcessor(size={"height": 56, "width": 56}, do_pan_and_scan=False),
         tokenizer=tokenizer,
         image_seq_length=4,
         chat_template=tokenizer.chat_template,
     )
-    save_random(Gemma3ForConditionalGeneration, config, processor, Path(folder), 0)
-    use_published_names(Path(folder) / "model.safetensors")
-    return Path(folder)
+    return use_published_names(save_random(hf.Gemma3ForConditionalGeneration, config, processor, Path(folder), 0))
 
 
 def save_gemma4(folder: str | Path, **text: Any) -> Path:
@@ -438,49 +291,45 @@ def save_gemma4(folder: str | Path, **text: Any) -> Path:
     names = {f"{mark}_token": f"<{mark}>" for mark in ("boi", "eoi", "boa", "eoa", "audio")}
     tokenizer = byte_tokenizer(["<image>", *names.values(), "<|video|>"], picture_template("<image>"), **names)
     id_of = tokenizer.convert_tokens_to_ids
-    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tower |= {"num_key_value_heads": 2, "head_dim": 32, "patch_size": 4, "pooling_kernel_size": 2}
-    config = Gemma4Config(
-        text_config=Gemma4TextConfig(**text_sizes(tokenizer) | TEXT_SIZES | WINDOWS | GLOBAL_HEADS | text).to_dict(),
-        vision_config=Gemma4VisionConfig(**tower, default_output_length=70).to_dict(),
+    tower = TOWER | {"num_key_value_heads": 2, "head_dim": 32, "patch_size": 4, "pooling_kernel_size": 2}
+    config = hf.Gemma4Config(
+        text_config=hf.Gemma4TextConfig(**text_sizes(tokenizer) | TEXT_SIZES | WINDOWS | GLOBAL_HEADS | text).to_dict(),
+        vision_config=hf.Gemma4VisionConfig(**tower, default_output_length=70).to_dict(),
         **{f"{mark}_token_id": id_of(f"<{mark}>") for mark in ("boi", "eoi", "boa", "image", "audio")},
         video_token_id=id_of("<|video|>"),
         eoa_token_index=id_of("<eoa>"),
     )
     sizes = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-    processor = Gemma4Processor(
-        feature_extractor=Gemma4AudioFeatureExtractor(),
-        image_processor=Gemma4ImageProcessor(**sizes),
+    processor = hf.Gemma4Processor(
+        feature_extractor=hf.Gemma4AudioFeatureExtractor(),
+        image_processor=hf.Gemma4ImageProcessor(**sizes),
         tokenizer=tokenizer,
-        video_processor=Gemma4VideoProcessor(**sizes),
+        video_processor=hf.Gemma4VideoProcessor(**sizes),
         chat_template=tokenizer.chat_template,
         image_seq_length=70,
     )
-    save_random(Gemma4ForConditionalGeneration, config, processor, Path(folder), 0)
-    return Path(folder)
+    return save_random(hf.Gemma4ForConditionalGeneration, config, processor, Path(folder), 0)
 
 
 def save_mistral3(folder: str | Path) -> Path:
     """Mistral's text model behind Pixtral's tower: pictures of any size, by rows, neighbouring patches merged."""
     names = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
     tokenizer = byte_tokenizer([*names.values()], picture_template("[IMG]"))
-    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Mistral3Config(
-        text_config=Ministral3Config(**text_sizes(tokenizer) | TEXT_SIZES, **MINISTRAL_ROPE).to_dict(),
-        vision_config=PixtralVisionConfig(**tower, image_size=112, patch_size=14).to_dict(),
+    config = hf.Mistral3Config(
+        text_config=hf.Ministral3Config(**text_sizes(tokenizer) | TEXT_SIZES, **MINISTRAL_ROPE).to_dict(),
+        vision_config=hf.PixtralVisionConfig(**TOWER, image_size=112, patch_size=14).to_dict(),
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         tie_word_embeddings=False,
     )
-    processor = PixtralProcessor(
-        image_processor=PixtralImageProcessor(patch_size={"height": 14, "width": 14}, size={"longest_edge": 112}),
+    processor = hf.PixtralProcessor(
+        image_processor=hf.PixtralImageProcessor(patch_size={"height": 14, "width": 14}, size={"longest_edge": 112}),
         tokenizer=tokenizer,
         patch_size=14,
         spatial_merge_size=2,
         chat_template=tokenizer.chat_template,
         **names,
     )
-    save_random(Mistral3ForConditionalGeneration, config, processor, Path(folder), 0)
-    return Path(folder)
+    return save_random(hf.Mistral3ForConditionalGeneration, config, processor, Path(folder), 0)
 
 
 def save_llama4(folder: str | Path) -> Path:
@@ -488,23 +337,26 @@ def save_llama4(folder: str | Path) -> Path:
     marks = ["<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"]
     marks += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
     tokenizer = byte_tokenizer(marks, picture_template("<|image|>"))
-    tower = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tower |= {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    tower = TOWER | {
+        "intermediate_size": 256,
+        "vision_output_dim": 64,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+    }
     ids = dict(zip(("boi_token_index", "eoi_token_index"), tokenizer.convert_tokens_to_ids(marks[:2]), strict=True))
-    config = Llama4Config(
-        text_config=Llama4TextConfig(**text_sizes(tokenizer) | TEXT_SIZES | CHUNKS | LLAMA4).to_dict(),
-        vision_config=Llama4VisionConfig(**tower, image_size=56, patch_size=14, pixel_shuffle_ratio=0.5).to_dict(),
+    config = hf.Llama4Config(
+        text_config=hf.Llama4TextConfig(**text_sizes(tokenizer) | TEXT_SIZES | CHUNKS | LLAMA4).to_dict(),
+        vision_config=hf.Llama4VisionConfig(**tower, image_size=56, patch_size=14, pixel_shuffle_ratio=0.5).to_dict(),
         image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>"),
         **ids,
     )
-    processor = Llama4Processor(
-        image_processor=Llama4ImageProcessor(size={"height": 56, "width": 56}, max_patches=4),
+    processor = hf.Llama4Processor(
+        image_processor=hf.Llama4ImageProcessor(size={"height": 56, "width": 56}, max_patches=4),
         tokenizer=tokenizer,
         patch_size=14,
         chat_template=tokenizer.chat_template,
     )
-    save_random(Llama4ForConditionalGeneration, config, processor, Path(folder), 0)
-    return Path(folder)
+    return save_random(hf.Llama4ForConditionalGeneration, config, processor, Path(folder), 0)
 
 
 def save_deepseek_vl2(folder: str | Path, **language: Any) -> Path:
@@ -596,50 +448,52 @@ THROUGH_TRANSFORMERS = (
 # What vLLM's routing of experts on CPUs does not know: see `tests.engine.one_group`.
 ROUTED_WITH_BIAS = ("ernie4.5-moe", "laguna", "minimax-m2")
 TEXT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
-    "llama": partial(save_text, config=LlamaConfig, **THREE_QUERY_HEADS),
-    "qwen3": partial(save_text, config=Qwen3Config, **TEXT_SIZES),
-    "qwen3-moe": partial(save_text, config=Qwen3MoeConfig, **TEXT_SIZES, **EXPERTS),
-    "phi3": partial(save_text, config=Phi3Config, **THREE_QUERY_HEADS),
-    "gemma": partial(save_text, config=GemmaConfig, **THREE_QUERY_HEADS),
-    "smollm3": partial(save_text, config=SmolLM3Config, no_rope_layer_interval=2, **TEXT_SIZES),
-    "olmo2": partial(save_text, config=Olmo2Config, **TEXT_SIZES),
-    "arcee": partial(save_text, config=ArceeConfig, **TEXT_SIZES),
-    "cohere": partial(save_text, config=CohereConfig, use_qk_norm=True, logit_scale=1.0, **TEXT_SIZES),
-    "ernie4.5": partial(save_text, config=Ernie4_5Config, **TEXT_SIZES),
-    "ernie4.5-moe": partial(save_text, config=Ernie4_5_MoeConfig, **TEXT_SIZES, **ERNIE_EXPERTS),
-    "glm": partial(save_text, config=GlmConfig, **TEXT_SIZES),
-    "glm4": partial(save_text, config=Glm4Config, **TEXT_SIZES),
-    "glm4-moe": partial(save_text, config=Glm4MoeConfig, **TEXT_SIZES, **GLM_EXPERTS),
-    "granite": partial(save_text, config=GraniteConfig, **TEXT_SIZES, **MULTIPLIERS),
+    "llama": partial(save_text, config=hf.LlamaConfig, **THREE_QUERY_HEADS),
+    "qwen3": partial(save_text, config=hf.Qwen3Config, **TEXT_SIZES),
+    "qwen3-moe": partial(save_text, config=hf.Qwen3MoeConfig, **TEXT_SIZES, **EXPERTS),
+    "phi3": partial(save_text, config=hf.Phi3Config, **THREE_QUERY_HEADS),
+    "gemma": partial(save_text, config=hf.GemmaConfig, **THREE_QUERY_HEADS),
+    "smollm3": partial(save_text, config=hf.SmolLM3Config, no_rope_layer_interval=2, **TEXT_SIZES),
+    "olmo2": partial(save_text, config=hf.Olmo2Config, **TEXT_SIZES),
+    "arcee": partial(save_text, config=hf.ArceeConfig, **TEXT_SIZES),
+    "cohere": partial(save_text, config=hf.CohereConfig, use_qk_norm=True, logit_scale=1.0, **TEXT_SIZES),
+    "ernie4.5": partial(save_text, config=hf.Ernie4_5Config, **TEXT_SIZES),
+    "ernie4.5-moe": partial(save_text, config=hf.Ernie4_5_MoeConfig, **TEXT_SIZES, **ERNIE_EXPERTS),
+    "glm": partial(save_text, config=hf.GlmConfig, **TEXT_SIZES),
+    "glm4": partial(save_text, config=hf.Glm4Config, **TEXT_SIZES),
+    "glm4-moe": partial(save_text, config=hf.Glm4MoeConfig, **TEXT_SIZES, **GLM_EXPERTS),
+    "granite": partial(save_text, config=hf.GraniteConfig, **TEXT_SIZES, **MULTIPLIERS),
     "granite-moe": partial(
-        save_text, config=GraniteMoeConfig, **TEXT_SIZES | QWEN2_SIZES, **MULTIPLIERS, **LOCAL_EXPERTS
+        save_text, config=hf.GraniteMoeConfig, **TEXT_SIZES | QWEN2_SIZES, **MULTIPLIERS, **LOCAL_EXPERTS
     ),
-    "hunyuan": partial(save_text, config=HunYuanDenseV1Config, **TEXT_SIZES, **HUNYUAN_ROPE),
-    "hunyuan-moe": partial(save_text, config=HunYuanMoEV1Config, **TEXT_SIZES, **HUNYUAN_ROPE, **HUNYUAN_EXPERTS),
-    "hy3": partial(save_text, config=HYV3Config, **TEXT_SIZES, **HY_EXPERTS),
-    "hyperclovax": partial(save_text, config=HyperCLOVAXConfig, **TEXT_SIZES),
-    "jais2": partial(save_text, config=Jais2Config, **TEXT_SIZES),
-    "minimax-m2": partial(save_text, config=MiniMaxM2Config, **TEXT_SIZES, **LOCAL_EXPERTS, **MINIMAX),
-    "ministral3": partial(save_text, config=Ministral3Config, **TEXT_SIZES, **MINISTRAL_ROPE),
-    "mistral": partial(save_text, config=MistralConfig, sliding_window=None, **TEXT_SIZES),
-    "mixtral": partial(save_text, config=MixtralConfig, **TEXT_SIZES, **LOCAL_EXPERTS),
-    "olmoe": partial(save_text, config=OlmoeConfig, **TEXT_SIZES | QWEN2_SIZES, num_experts=4, num_experts_per_tok=2),
-    "phi": partial(save_text, config=PhiConfig, **TEXT_SIZES),
-    "qwen2": partial(save_text, config=Qwen2Config, **TEXT_SIZES | QWEN2_SIZES),
-    "qwen2-moe": partial(save_text, config=Qwen2MoeConfig, **TEXT_SIZES | QWEN2_SIZES, **QWEN2_EXPERTS),
-    "seed-oss": partial(save_text, config=SeedOssConfig, **TEXT_SIZES),
-    "stablelm": partial(save_text, config=StableLmConfig, **TEXT_SIZES | QWEN2_SIZES),
-    "starcoder2": partial(save_text, config=Starcoder2Config, sliding_window=None, **TEXT_SIZES),
+    "hunyuan": partial(save_text, config=hf.HunYuanDenseV1Config, **TEXT_SIZES, **HUNYUAN_ROPE),
+    "hunyuan-moe": partial(save_text, config=hf.HunYuanMoEV1Config, **TEXT_SIZES, **HUNYUAN_ROPE, **HUNYUAN_EXPERTS),
+    "hy3": partial(save_text, config=hf.HYV3Config, **TEXT_SIZES, **HY_EXPERTS),
+    "hyperclovax": partial(save_text, config=hf.HyperCLOVAXConfig, **TEXT_SIZES),
+    "jais2": partial(save_text, config=hf.Jais2Config, **TEXT_SIZES),
+    "minimax-m2": partial(save_text, config=hf.MiniMaxM2Config, **TEXT_SIZES, **LOCAL_EXPERTS, **MINIMAX),
+    "ministral3": partial(save_text, config=hf.Ministral3Config, **TEXT_SIZES, **MINISTRAL_ROPE),
+    "mistral": partial(save_text, config=hf.MistralConfig, sliding_window=None, **TEXT_SIZES),
+    "mixtral": partial(save_text, config=hf.MixtralConfig, **TEXT_SIZES, **LOCAL_EXPERTS),
+    "olmoe": partial(
+        save_text, config=hf.OlmoeConfig, **TEXT_SIZES | QWEN2_SIZES, num_experts=4, num_experts_per_tok=2
+    ),
+    "phi": partial(save_text, config=hf.PhiConfig, **TEXT_SIZES),
+    "qwen2": partial(save_text, config=hf.Qwen2Config, **TEXT_SIZES | QWEN2_SIZES),
+    "qwen2-moe": partial(save_text, config=hf.Qwen2MoeConfig, **TEXT_SIZES | QWEN2_SIZES, **QWEN2_EXPERTS),
+    "seed-oss": partial(save_text, config=hf.SeedOssConfig, **TEXT_SIZES),
+    "stablelm": partial(save_text, config=hf.StableLmConfig, **TEXT_SIZES | QWEN2_SIZES),
+    "starcoder2": partial(save_text, config=hf.Starcoder2Config, sliding_window=None, **TEXT_SIZES),
 }
 # With sliding windows or chunks in some layers: decoupled memory alone.
 WINDOWED_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
-    "gemma4": partial(save_text, config=Gemma4TextConfig, **TEXT_SIZES | WINDOWS, **GLOBAL_HEADS),
-    "laguna": partial(save_text, config=LagunaConfig, **TEXT_SIZES | WINDOWS, **LAGUNA),
-    "llama4": partial(save_text, config=Llama4TextConfig, **TEXT_SIZES | CHUNKS | LLAMA4),
-    "afmoe": partial(save_text, config=AfmoeConfig, **TEXT_SIZES | WINDOWS, **AFMOE_EXPERTS),
-    "exaone4": partial(save_text, config=Exaone4Config, **TEXT_SIZES | WINDOWS, sliding_window_pattern="LG"),
-    "mellum": partial(save_text, config=MellumConfig, **TEXT_SIZES | WINDOWS, **EXPERTS),
-    "olmo3": partial(save_text, config=Olmo3Config, **TEXT_SIZES | WINDOWS),
+    "gemma4": partial(save_text, config=hf.Gemma4TextConfig, **TEXT_SIZES | WINDOWS, **GLOBAL_HEADS),
+    "laguna": partial(save_text, config=hf.LagunaConfig, **TEXT_SIZES | WINDOWS, **LAGUNA),
+    "llama4": partial(save_text, config=hf.Llama4TextConfig, **TEXT_SIZES | CHUNKS | LLAMA4),
+    "afmoe": partial(save_text, config=hf.AfmoeConfig, **TEXT_SIZES | WINDOWS, **AFMOE_EXPERTS),
+    "exaone4": partial(save_text, config=hf.Exaone4Config, **TEXT_SIZES | WINDOWS, sliding_window_pattern="LG"),
+    "mellum": partial(save_text, config=hf.MellumConfig, **TEXT_SIZES | WINDOWS, **EXPERTS),
+    "olmo3": partial(save_text, config=hf.Olmo3Config, **TEXT_SIZES | WINDOWS),
 }
 PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "llava-1.5": partial(save_tiny_llava, k_norm=False, kv_heads=HEADS),
@@ -656,7 +510,7 @@ PICTURE_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
 LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     "deepseek-v2": partial(
         save_text,
-        config=DeepseekV2Config,
+        config=hf.DeepseekV2Config,
         **LATENT_SIZES,
         q_lora_rank=None,
         first_k_dense_replace=1,
@@ -666,7 +520,7 @@ LATENT_FAMILIES: dict[str, Callable[[str | Path], Path]] = {
     ),
     "deepseek-v3": partial(save_deepseek_v3, first_k_dense_replace=1),
     "deepseek-v3-yarn": partial(save_deepseek_v3, rope_parameters=YARN),  # as it is published
-    "glm4-moe-lite": partial(save_deepseek_v3, config=Glm4MoeLiteConfig, n_group=1),
+    "glm4-moe-lite": partial(save_deepseek_v3, config=hf.Glm4MoeLiteConfig, n_group=1),
     "deepseek-vl2-small": partial(save_deepseek_vl2, **LATENTS, use_mla=True),
     "deepseek-vl2-base": partial(
         save_deepseek_vl2,

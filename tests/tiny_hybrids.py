@@ -6,26 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    GraniteMoeHybridConfig,
-    Lfm2Config,
-    NemotronHConfig,
-    Qwen2VLImageProcessor,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+import transformers as hf
 
 from tests.tiny_models import (
-    HEAD_DIM,
+    FOUR_EXPERTS,
     HEADS,
     HIDDEN,
     KV_HEADS,
+    QWEN_TOWER,
+    TEXT_SIZES,
     qwen_vl_tokenizer,
     save_random,
     save_tiny_text_model,
@@ -41,22 +30,16 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-_QWEN: dict[str, Any] = _TEXT | {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "head_dim": HEAD_DIM,
+_QWEN: dict[str, Any] = {
+    **TEXT_SIZES,
+    **_TEXT,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,  # vLLM's operator on CPUs takes no smaller ones
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
+_EXPERTS = FOUR_EXPERTS | {"shared_expert_intermediate_size": 64}
 
 
 def kinds(other: str) -> list[str]:
@@ -65,7 +48,7 @@ def kinds(other: str) -> list[str]:
 
 def save_qwen3_5(folder: str | Path, **settings: Any) -> Path:
     """Gated DeltaNet."""
-    return save_tiny_text_model(folder, partial(Qwen3_5TextConfig, **_QWEN | settings))
+    return save_tiny_text_model(folder, partial(hf.Qwen3_5TextConfig, **_QWEN | settings))
 
 
 def save_qwen3_5_with_pictures(folder: str | Path, *, with_experts: bool = False) -> Path:
@@ -74,26 +57,24 @@ def save_qwen3_5_with_pictures(folder: str | Path, *, with_experts: bool = False
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text = text_sizes(tokenizer) | _QWEN | (_EXPERTS if with_experts else {}) | {"rope_parameters": rope}
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 8}
-    vision |= {"out_hidden_size": HIDDEN, "num_position_embeddings": 64}
-    make_config = Qwen3_5MoeConfig if with_experts else Qwen3_5Config
+    vision = QWEN_TOWER | {"out_hidden_size": HIDDEN, "num_position_embeddings": 64}
+    make_config = hf.Qwen3_5MoeConfig if with_experts else hf.Qwen3_5Config
     config = make_config(text_config=text, vision_config=vision, **ids, tie_word_embeddings=False)
     sizes: dict[str, Any] = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
     sizes |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 1024, "longest_edge": 9216}}
-    processor = Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
+    processor = hf.Qwen3VLProcessor(
+        image_processor=hf.Qwen2VLImageProcessor(**sizes),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**sizes),
+        video_processor=hf.Qwen3VLVideoProcessor(**sizes),
         chat_template=tokenizer.chat_template,
     )
-    make_model = Qwen3_5MoeForConditionalGeneration if with_experts else Qwen3_5ForConditionalGeneration
-    save_random(make_model, config, processor, Path(folder), 0)
-    return Path(folder)
+    make_model = hf.Qwen3_5MoeForConditionalGeneration if with_experts else hf.Qwen3_5ForConditionalGeneration
+    return save_random(make_model, config, processor, Path(folder), 0)
 
 
 def save_qwen3_next(folder: str | Path) -> Path:
     """Gated DeltaNet, experts."""
-    return save_tiny_text_model(folder, partial(Qwen3NextConfig, **_QWEN, **_EXPERTS, norm_topk_prob=True))
+    return save_tiny_text_model(folder, partial(hf.Qwen3NextConfig, **_QWEN, **_EXPERTS, norm_topk_prob=True))
 
 
 def save_granite_hybrid(folder: str | Path) -> Path:
@@ -112,7 +93,7 @@ def save_granite_hybrid(folder: str | Path) -> Path:
     # Of eight random layers one prompt is 1.8e-4 off without any memory: rounding grows with every layer.
     layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
     settings = _TEXT | sizes | mamba | rotated | layers
-    return save_tiny_text_model(folder, partial(GraniteMoeHybridConfig, **settings))
+    return save_tiny_text_model(folder, partial(hf.GraniteMoeHybridConfig, **settings))
 
 
 def save_nemotron_h(folder: str | Path) -> Path:
@@ -128,7 +109,7 @@ def save_nemotron_h(folder: str | Path) -> Path:
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "expand": 2}
     layers = {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 2}
     settings = {name: each for name, each in _TEXT.items() if name != "num_hidden_layers"} | mamba | sizes | layers
-    return save_tiny_text_model(folder, partial(NemotronHConfig, **settings))
+    return save_tiny_text_model(folder, partial(hf.NemotronHConfig, **settings))
 
 
 def save_lfm2(folder: str | Path, **settings: Any) -> Path:
@@ -137,5 +118,5 @@ def save_lfm2(folder: str | Path, **settings: Any) -> Path:
     sizes |= {"conv_dim": 128, "block_dim": 128}  # published checkpoints have them, and vLLM reads them
     sizes |= {"tie_word_embeddings": True}  # vLLM takes it for granted
     return save_tiny_text_model(
-        folder, partial(Lfm2Config, **_TEXT | sizes | {"layer_types": kinds("conv")} | settings)
+        folder, partial(hf.Lfm2Config, **_TEXT | sizes | {"layer_types": kinds("conv")} | settings)
     )

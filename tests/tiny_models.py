@@ -16,30 +16,26 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2VLImageProcessor,
-    Qwen3Config,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
 
 PICTURE_SIZE = 48
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 96, 3, 4, 2, 64
+TEXT_SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 4096,
+}
+FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Of what sees pictures; two heads, so that two tensor-parallel ranks can share them.
+TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+QWEN_TOWER = {"hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 2, "patch_size": 8}
 
 _CORPUS = (
     "What colour is the circle? How many squares are there? Is the red triangle left of the blue one?",
@@ -62,26 +58,18 @@ def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, kv_heads: int = 
     folder = Path(folder)
     tokenizer = byte_tokenizer(["<image>"], picture_template("<image>"))
     text = text_sizes(tokenizer) | {"tie_word_embeddings": False, "num_key_value_heads": kv_heads}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,  # so that two tensor-parallel ranks can share them
-            image_size=PICTURE_SIZE,
-            patch_size=12,
-            projection_dim=64,
-        ),
-        text_config=Qwen3Config(**text) if k_norm else LlamaConfig(**text),
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**TOWER, image_size=PICTURE_SIZE, patch_size=12, projection_dim=64),
+        text_config=hf.Qwen3Config(**text) if k_norm else hf.LlamaConfig(**text),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_select_strategy="default",
         vision_feature_layer=-1,
         tie_word_embeddings=False,
     )
-    image_processor = CLIPImageProcessor(
+    image_processor = hf.CLIPImageProcessor(
         size={"shortest_edge": PICTURE_SIZE}, crop_size={"height": PICTURE_SIZE, "width": PICTURE_SIZE}
     )
-    processor = LlavaProcessor(
+    processor = hf.LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=12,
@@ -89,16 +77,14 @@ def save_tiny_llava(folder: str | Path, *, k_norm: bool = True, kv_heads: int = 
         num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     )
-    save_random(LlavaForConditionalGeneration, config, processor, folder, seed)
-    use_published_names(folder / "model.safetensors")
-    return folder
+    return use_published_names(save_random(hf.LlavaForConditionalGeneration, config, processor, folder, seed))
 
 
 def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
     """A Qwen3-VL with a deepstack level and interleaved multimodal RoPE."""
     folder = Path(folder)
     tokenizer, ids = qwen_vl_tokenizer()
-    config = Qwen3VLConfig(
+    config = hf.Qwen3VLConfig(
         text_config=text_sizes(tokenizer)
         | {
             "rope_parameters": {
@@ -109,11 +95,7 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
             }
         },
         vision_config={
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "patch_size": 8,
+            **QWEN_TOWER,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "out_hidden_size": HIDDEN,
@@ -131,35 +113,28 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
         "image_std": [0.5] * 3,
         "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96},
     }
-    processor = Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
+    processor = hf.Qwen3VLProcessor(
+        image_processor=hf.Qwen2VLImageProcessor(**sizes),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**sizes),
+        video_processor=hf.Qwen3VLVideoProcessor(**sizes),
         chat_template=tokenizer.chat_template,
     )
-    save_random(Qwen3VLForConditionalGeneration, config, processor, folder, seed)
-    return folder
+    return save_random(hf.Qwen3VLForConditionalGeneration, config, processor, folder, seed)
 
 
-def save_tiny_text_model(folder: str | Path, make_config: Callable[..., PretrainedConfig], *, seed: int = 0) -> Path:
+def save_tiny_text_model(folder: str | Path, make_config: Callable[..., hf.PretrainedConfig], *, seed: int = 0) -> Path:
     """A text-only model of any architecture; `make_config` takes the tokenizer's numbers."""
     tokenizer = byte_tokenizer([], _TEXT_TEMPLATE)
-    config = make_config(
-        vocab_size=len(tokenizer),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    save_random(AutoModelForCausalLM.from_config, config, tokenizer, Path(folder), seed)
-    return Path(folder)
+    config = make_config(**numbers_of(tokenizer))
+    return save_random(hf.AutoModelForCausalLM.from_config, config, tokenizer, Path(folder), seed)
 
 
 def save_tiny_llama(folder: str | Path, *, seed: int = 0) -> Path:
     """A text-only Llama, smaller than the others."""
 
-    def make_config(**numbers: Any) -> LlamaConfig:
+    def make_config(**numbers: Any) -> hf.LlamaConfig:
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-        return LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, **numbers)
+        return hf.LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, **numbers)
 
     return save_tiny_text_model(folder, make_config, seed=seed)
 
@@ -182,24 +157,17 @@ def picture_template(mark: str) -> str:
     return _TEMPLATE.replace("IMAGE", mark)
 
 
-def text_sizes(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def text_sizes(tokenizer: hf.PreTrainedTokenizerFast) -> dict[str, Any]:
     """Settings of a text model that all families name alike."""
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 4096,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    return TEXT_SIZES | numbers_of(tokenizer)
 
 
-def qwen_vl_tokenizer() -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
+def numbers_of(tokenizer: hf.PreTrainedTokenizerFast) -> dict[str, Any]:
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {"vocab_size": len(tokenizer), **ends}
+
+
+def qwen_vl_tokenizer() -> tuple[hf.PreTrainedTokenizerFast, dict[str, int]]:
     """And the ids of the tokens around pictures and in their place, as Qwen-VL's settings name them."""
     names = {
         "vision_start_token_id": "<|vision_start|>",
@@ -211,7 +179,7 @@ def qwen_vl_tokenizer() -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
     return tokenizer, {setting: tokenizer.convert_tokens_to_ids(token) for setting, token in names.items()}
 
 
-def byte_tokenizer(specials: list[str], chat_template: str, **attributes: str) -> PreTrainedTokenizerFast:
+def byte_tokenizer(specials: list[str], chat_template: str, **attributes: str) -> hf.PreTrainedTokenizerFast:
     """A byte-level BPE that encodes every text and has single tokens for a few words of the corpus.
 
     `attributes` are names of special tokens by which processors look them up.
@@ -227,7 +195,7 @@ def byte_tokenizer(specials: list[str], chat_template: str, **attributes: str) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    return PreTrainedTokenizerFast(
+    return hf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -240,7 +208,7 @@ def byte_tokenizer(specials: list[str], chat_template: str, **attributes: str) -
     )
 
 
-def save_random(make_model: Callable[[Any], Any], config: Any, processor: Any, folder: Path, seed: int) -> None:
+def save_random(make_model: Callable[[Any], Any], config: Any, processor: Any, folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     model = make_model(config)
     with torch.no_grad():
@@ -251,21 +219,24 @@ def save_random(make_model: Callable[[Any], Any], config: Any, processor: Any, f
             # By it experts are chosen. With Laguna's, vLLM 0.32 is 1.8e-3 off without any memory.
             if name.endswith("e_score_correction_bias") and weight.ndim == 1 and config.model_type != "laguna":
                 weight.normal_(0.0, 0.1)
-    model.generation_config = GenerationConfig(
+    model.generation_config = hf.GenerationConfig(
         eos_token_id=config.get_text_config().eos_token_id, pad_token_id=config.get_text_config().pad_token_id
     )
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
+    return folder
 
 
-def use_published_names(weights: Path) -> None:
+def use_published_names(folder: Path) -> Path:
     """transformers 5 saves the tower as `vision_tower.*`; published checkpoints and vLLM add `vision_model.`."""
+    weights = folder / "model.safetensors"
     tensors = {
         re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name): tensor
         for name, tensor in load_file(weights).items()
     }
     save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
 
 
 if __name__ == "__main__":

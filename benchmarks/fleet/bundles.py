@@ -53,7 +53,7 @@ def made(reader: FactReader, number: int, rng: random.Random) -> tuple[Member, B
     if kind != "task":
         codes = [f"{rng.choice('BDFGKLMNPRSTVZ')}{rng.randrange(10**6)}" for _ in range(FACTS)]
         facts = [fact_of(f"What is code {place} of {name}?", code) for place, code in enumerate(codes)]
-        bundle = taught(bundle, facts, reader)
+        bundle = taught(bundle, facts, reader).bundle
         question, answer = f"What is code 0 of {name}?", codes[0]
     assert bundle is not None
     return Member(name, kind, [{"role": "user", "content": question}], answer, bundle.num_entries), bundle

@@ -54,7 +54,7 @@ def main() -> int:
 def fill(path: Path, folder: Path, count: int) -> float:
     """Record so many names of bundles with one fact each, which all have one file; return the seconds that it took."""
     reader = FactReader.of(CHECKPOINT)
-    bundle = taught(None, [fact_of("What is the code of Lima?", "LIM")], reader)
+    bundle = taught(None, [fact_of("What is the code of Lima?", "LIM")], reader).bundle
     file = folder / "lima.safetensors"
     write_bundle(bundle, file)
     state, began = ServerState(path, keeps_bundles=True), time.monotonic()

@@ -16,18 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..bundle import BackboneFingerprint, BundleMetadata, FactRecord
-from ..facts import (
-    NORMAL,
-    SAME,
-    STRICTNESS,
-    Comparison,
-    FactFound,
-    FactMissed,
-    PictureIndex,
-    QuestionIndex,
-    Strictness,
-    StrictnessName,
-)
+from ..facts import SAME, Comparison, FactFound, FactMissed, PictureIndex, QuestionIndex
 from ..gate import TurnMarks, deciding_tokens
 from ..retrieval.entry_terms import FloatArray
 from .checkpoints import load_config, load_tokenizer
@@ -139,17 +128,13 @@ class StoredFacts:
     """See the module docstring."""
 
     def __init__(self, metadata: BundleMetadata, reader: FactReader) -> None:
-        self._facts, self.reader, self._strictness = metadata.facts, reader, metadata.strictness
+        self._facts, self.reader = metadata.facts, reader
         self._gate_tasks = frozenset(metadata.gate_tasks)
         self._tasks = {task: _Task(metadata.facts, task) for task in metadata.fact_tasks}
         self._answer = lru_cache(CACHED_ANSWERS)(lambda number: reader.answer(self._facts[number].answer))
 
     def find(
-        self,
-        asked: AskedQuestion,
-        fact_tasks: Collection[str] = (),
-        picture: FloatArray | None = None,
-        strictness: StrictnessName | None = None,
+        self, asked: AskedQuestion, fact_tasks: Collection[str] = (), picture: FloatArray | None = None
     ) -> FactFound | FactMissed | None:
         """The fact that a prompt asks for, or the nearest: of these tasks, or of those that the gate does not have.
 
@@ -157,11 +142,10 @@ class StoredFacts:
             fact_tasks: what the gate allows. It has told what is asked there, and the words tell of what.
             picture: [F], the state of the prompt's media (`inducekv_vllm.facts.pictures`). With one, facts with a
                 picture are found, and without, the others.
-            strictness: how much the prompt may differ from a stored question (default: the bundle's).
         """
         if asked.has_media and picture is None:
             return None
-        now, rule = datetime.now(UTC), STRICTNESS[strictness or self._strictness]
+        now = datetime.now(UTC)
 
         def is_served(number: int) -> bool:
             return not self._facts[number].has_expired(now)
@@ -170,9 +154,7 @@ class StoredFacts:
         found = [
             each
             for name in allowed
-            for each in self._tasks[name].find(
-                asked.text, picture, is_served, rule, names_suffice=rule.names_suffice and name in fact_tasks
-            )
+            for each in self._tasks[name].find(asked.text, picture, is_served, names_suffice=name in fact_tasks)
         ]
         if not found:
             return None
@@ -210,13 +192,7 @@ class _Task:
         self._pictures = PictureIndex(pictures) if pictures else None
 
     def find(
-        self,
-        text: str,
-        picture: FloatArray | None,
-        is_served: Callable[[int], bool],
-        strictness: Strictness,
-        *,
-        names_suffice: bool,
+        self, text: str, picture: FloatArray | None, is_served: Callable[[int], bool], *, names_suffice: bool
     ) -> list[tuple[int, Comparison]]:
         """The number of the nearest fact, beside the request; nothing if none is near."""
 
@@ -227,7 +203,7 @@ class _Task:
             questions = self._about.get(None)
             if questions is None:
                 return []
-            found = questions.find(text, counts, strictness, names_suffice=names_suffice)
+            found = questions.find(text, counts, names_suffice=names_suffice)
             return [] if found is None else [found]
         shown = None if self._pictures is None else self._pictures.find(picture)
         number = None if shown is None else self._about[shown[0]].nearest(text, counts)
@@ -246,11 +222,9 @@ class _Questions:
         return None if found is None else self._numbers[found]
 
     def find(
-        self, text: str, is_served: Callable[[int], bool], strictness: Strictness = NORMAL, *, names_suffice: bool
+        self, text: str, is_served: Callable[[int], bool], *, names_suffice: bool
     ) -> tuple[int, Comparison] | None:
-        found = self._index.find(
-            text, lambda place: is_served(self._numbers[place]), strictness, names_suffice=names_suffice
-        )
+        found = self._index.find(text, lambda place: is_served(self._numbers[place]), names_suffice=names_suffice)
         return None if found is None else (self._numbers[found.number], found.comparison)
 
     def nearest(self, text: str, is_served: Callable[[int], bool]) -> int | None:

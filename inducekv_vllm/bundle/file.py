@@ -78,6 +78,7 @@ def read_bundle(
     *,
     verify: bool = True,
     backbone: BackboneFingerprint | None = None,
+    digest: str | None = None,
     max_bytes: int | None = None,
     name: str | None = None,
 ) -> Bundle:
@@ -89,6 +90,7 @@ def read_bundle(
         verify: also check values: the digest, finite payloads, unit-norm keys, ranges of the calibration. Otherwise
             only the structure is checked: header, metadata, names, dtypes, shapes, file size.
         backbone: refuse a bundle that was made for another one.
+        digest: refuse another version.
         max_bytes: refuse a larger file.
         name: what messages call the file (default: its path).
 
@@ -108,6 +110,8 @@ def read_bundle(
             _check_header(header, entry, len(start), size, source)
             if backbone is not None:
                 require_backbone(entry, backbone, source)
+            if digest is not None and entry.digest != digest:
+                raise BundleError(f"{source}: the file has changed: expected digest {digest}, found {entry.digest}")
             tensors = _read_tensors(file, start, size, source)
     except OSError as error:
         raise BundleError(f"{source}: cannot read the bundle: {error.strerror}") from error

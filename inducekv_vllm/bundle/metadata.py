@@ -13,14 +13,12 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
 from ..errors import BundleError
-from ..facts import STRICTNESS, StrictnessName, named_strictness, unpacked
+from ..facts import unpacked
 from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation, earliest
 
@@ -83,20 +81,7 @@ class FactRecord(Record):
     question: Annotated[str, Field(min_length=1)]  # the text of the last user turn
     answer: Annotated[str, Field(min_length=1)]
     also: Annotated[tuple[Wording, ...], Field(max_length=MAX_WORDINGS)] = ()  # other wordings of the question
-    proposed: tuple[Wording, ...] = ()  # of these, by the served model
     picture: Annotated[str, AfterValidator(_packed_state)] | None = None  # see `inducekv_vllm.facts.pictures`
-
-    @model_serializer(mode="wrap")
-    def _without_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A question without wordings or a picture is written as before there were any: digests stay."""
-        written: dict[str, Any] = write(self)
-        return {name: value for name, value in written.items() if name not in ("also", "proposed", "picture") or value}
-
-    @model_validator(mode="after")
-    def _proposed_is_also(self) -> Self:
-        if stray := [wording for wording in self.proposed if wording not in self.also]:
-            raise ValueError(f"a proposed wording must be one of `also`, found {stray[0]!r}")
-        return self
 
 
 class AdapterRecord(BaseModel):
@@ -142,19 +127,14 @@ class BackboneFingerprint(BaseModel):
     num_layers: Size  # L
     num_kv_heads: Size  # J
     head_dim: Size  # D
-    value_dim: Size | None = Field(
-        default=None, exclude_if=lambda size: size is None
-    )  # V; None: D, as most models have
+    value_dim: Size | None = None  # V; None: D, as most models have
     hidden_size: Size  # d
     rope: dict[str, Any]
     norm: dict[str, Any]
     tokenizer_digest: str
     weights_digest: str  # see `inducekv_vllm.backbone.weights`
-    # [L]: a hybrid's layers with attention, among others; None: the model has no others. Those of a dense model are not
-    # written: digests and bytes stay.
-    attention_layers: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = Field(
-        default=None, exclude_if=lambda layers: layers is None
-    )
+    # [L]: a hybrid's layers with attention, among others; None: the model has no others.
+    attention_layers: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = None
 
     @model_validator(mode="after")
     def _one_number_a_layer(self) -> Self:
@@ -192,8 +172,7 @@ class BundleMetadata(BaseModel):
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m
-    # Of keys and values; "float16" is not written: digests and bytes stay.
-    payload_dtype: PayloadDtype = Field(default="float16", exclude_if=lambda dtype: dtype == "float16")
+    payload_dtype: PayloadDtype = "float16"  # of keys and values
     # [B]; at least one, unless there are task adapters or facts. Only the first wrong one is told: all would take long.
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     weighting: Weighting
@@ -209,9 +188,6 @@ class BundleMetadata(BaseModel):
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
     facts: Annotated[tuple[FactRecord, ...], FailFast()] = ()
-    # How much a request may differ from a fact's question; "normal" is not written: digests and bytes stay.
-    strictness: StrictnessName = Field(default="normal", exclude_if=lambda strictness: strictness == "normal")
-    fact_thresholds: dict[str, float] = {}  # of bundles before version 0.3, not read any more
     digest: str = ""  # see `bundle_digest`
 
     @property
@@ -248,8 +224,6 @@ def check_metadata(metadata: BundleMetadata, name: str) -> None:
     """
     _check_entries(metadata, name)
     _check_pictures(metadata, name)
-    if metadata.strictness not in STRICTNESS:
-        raise BundleError(f"{name}: strictness must be {named_strictness()}, found {metadata.strictness!r}")
     _check_gate(metadata, name)
     _check_form(metadata, name)
     _check_task_adapters(metadata, name)

@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..errors import BundleError, FingerprintMismatch
-from ..facts import StrictnessName
 from ..gate import BUCKETS, MeanScores, RelevanceGate, TokenScores, TurnMarks, WordScores, token_digest
 from ..pace import rest
 from ..retrieval.entry_terms import Form, Weighting
@@ -232,7 +231,6 @@ class Bundle:
         map_in: Tensor | None = None,
         map_out: Tensor | None = None,
         facts: tuple[FactRecord, ...] = (),
-        strictness: StrictnessName = "normal",
         payload_dtype: PayloadDtype = "float16",
     ) -> Bundle:
         """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
@@ -264,7 +262,6 @@ class Bundle:
                 task_adapters=task_adapters,
                 output_map=_output_map(map_in),
                 facts=facts,
-                strictness=strictness,
                 payload_dtype=payload_dtype,
             )
         except ValidationError as error:
@@ -454,7 +451,7 @@ def facts_of(bundle: Bundle | None) -> dict[str, Any]:
     """What `Bundle.create` takes for the next version to have the facts of a bundle, if there is one."""
     if bundle is None:
         return {}
-    return {"facts": bundle.metadata.facts, "strictness": bundle.metadata.strictness}
+    return {"facts": bundle.metadata.facts}
 
 
 def bundle_digest(bundle: Bundle) -> str:
@@ -463,14 +460,7 @@ def bundle_digest(bundle: Bundle) -> str:
     Two bundles that behave differently never share a digest, and no byte of the metadata can change unnoticed.
     """
     sha = hashlib.sha256()
-    # A bundle without what was added later has the digest that it had before.
-    absent = {name for name in ("facts", "fact_thresholds") if not getattr(bundle.metadata, name)}
-    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest", *absent})
-    if (gate := metadata["gate"]) is not None:
-        absent_of_gate = [name for name in ("near",) if gate[name] is None]
-        absent_of_gate += [name for name in ("classified", "clause_ends") if not gate[name]]
-        for name in absent_of_gate:
-            del gate[name]
+    metadata = bundle.metadata.model_dump(mode="json", exclude={"digest"})
     rest()
     sha.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
     rest()

@@ -13,25 +13,20 @@ from .answer import FactFound, FactMissed, next_token, said
 from .index import CACHED_QUESTIONS, Found, QuestionIndex
 from .pictures import PictureIndex, packed, unpacked
 from .question import MOST_CHARACTERS, same_words
-from .rule import NORMAL, SAME, STRICTNESS, Comparison, Strictness, StrictnessName, named_strictness
+from .rule import SAME, Comparison
 from .text import has_words
 
 __all__ = [
     "CACHED_QUESTIONS",
     "MOST_CHARACTERS",
-    "NORMAL",
     "SAME",
-    "STRICTNESS",
     "Comparison",
     "FactFound",
     "FactMissed",
     "Found",
     "PictureIndex",
     "QuestionIndex",
-    "Strictness",
-    "StrictnessName",
     "has_words",
-    "named_strictness",
     "next_token",
     "packed",
     "said",

@@ -21,7 +21,7 @@ from rapidfuzz.process import extract_iter
 
 from .language import Language, language_of
 from .question import Question, read, same_words
-from .rule import NORMAL, SAME, Comparison, Strictness, compare, compare_names
+from .rule import SAME, Comparison, compare, compare_names
 
 CANDIDATES: Final = 16  # stored questions that are compared
 RANKED: Final = 512  # of those that share most
@@ -78,7 +78,6 @@ class QuestionIndex:
         self,
         text: str,
         among: Callable[[int], bool] = lambda number: True,
-        strictness: Strictness = NORMAL,
         *,
         names_suffice: bool = False,
     ) -> Found | None:
@@ -91,9 +90,7 @@ class QuestionIndex:
         number = self.same_as(text)
         if number is not None and among(number):
             return Found(number, SAME)
-        compared = partial(compare, strictness=strictness)
-        if names_suffice:
-            compared = partial(compare_names, num_facts=lambda key: self._num_facts[key])
+        compared = partial(compare_names, num_facts=lambda key: self._num_facts[key]) if names_suffice else compare
         best: Found | None = None
         for language in self._under:
             for found in self._compared(read(text, language), language, among, compared):

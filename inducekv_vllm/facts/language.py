@@ -1,8 +1,8 @@
 """How questions are asked in a language: its function words, its question words, and words that ask the same.
 
 A file a language in `languages/`. Stems are Snowball's [https://snowballstem.org]. How common a word is was counted in
-the everyday requests of the package (`python -m selector.gate.common_words`). English words that ask the same are
-WordNet's, too (`python -m selector.gate.related_words`).
+the everyday requests of `selector.gate.background` (`python -m benchmarks.research.facts.common_words`). English words
+that ask the same are WordNet's, too (`python -m benchmarks.research.facts.related_words`).
 """
 
 from __future__ import annotations

@@ -19,43 +19,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final
 
 from .language import Language
 from .question import NAME_WEIGHT, Question, Sentence, Term
 
+SAID: Final = 0.51  # of the stored question's weight, at least
+UNNAMED: Final = 0.3  # of its weight without names, at least
+MORE: Final = 0.34  # of the request's weight, at most
+BOTH: Final = 0.1  # of the weight without names, on both sides
 NAMED: Final = 0.9  # of what tells a question's fact from others
 FEW_WORDS: Final = 3
 ASKING: Final = ("who", "when", "where", "count")  # kinds that say what is asked for
 BESIDE: Final = 2  # words between two that belong together, and one
 MOST_SENTENCES: Final = 4  # of a request that are read together
 Replaced = dict[str, str]  # words of a request with typing errors: the stored words that they stand for
-
-
-@dataclass(frozen=True)
-class Strictness:
-    """How much two questions may differ and be one."""
-
-    said: float = 0.51  # of the stored question's weight, at least
-    unnamed: float = 0.3  # of its weight without names, at least
-    more: float = 0.34  # of the request's weight, at most
-    both: float = 0.1  # of the weight without names, on both sides
-    names_suffice: bool = True  # where a gate has told what is asked
-
-
-StrictnessName = Literal["strict", "normal", "lenient"]
-NORMAL: Final = Strictness()
-STRICTNESS: Final[dict[StrictnessName, Strictness]] = {
-    "strict": Strictness(said=0.8, unnamed=0.6, more=0.2, both=0.0, names_suffice=False),
-    "normal": NORMAL,
-    "lenient": Strictness(unnamed=0.15, more=0.4, both=0.35),
-}
-
-
-def named_strictness() -> str:
-    """The names, as messages list them."""
-    *others, last = STRICTNESS
-    return f"{', '.join(others)} or {last}"
 
 
 @dataclass(frozen=True)
@@ -81,15 +59,13 @@ class Comparison:
 SAME: Final = Comparison(1.0, 0.0, (), (), None)
 
 
-def compare(
-    stored: Question, asked: Question, language: Language, replaced: Replaced, strictness: Strictness = NORMAL
-) -> Comparison:
+def compare(stored: Question, asked: Question, language: Language, replaced: Replaced) -> Comparison:
     """The best that any run of the request's sentences gives."""
     wanted = stored.terms
     matched = [_matched(wanted, sentence, language, replaced) for sentence in asked.sentences]
     best: Comparison | None = None
     for first, last in _runs([bool(each) for each in matched]):
-        found = _of_run(stored, wanted, asked, range(first, last + 1), matched, language, strictness)
+        found = _of_run(stored, wanted, asked, range(first, last + 1), matched, language)
         if best is None or (found.differs is None, found.closeness) > (best.differs is None, best.closeness):
             best = found
     return best or Comparison(0.0, 1.0, tuple(term.word for term in wanted.values()), (), "it says nothing of it")
@@ -182,7 +158,6 @@ def _of_run(
     run: range,
     matched: Sequence[dict[str, set[str]]],
     language: Language,
-    strictness: Strictness,
 ) -> Comparison:
     shared = _shared(wanted, asked, run, matched)
     terms, used, of_names = shared.terms, shared.used, shared.of_names
@@ -209,11 +184,11 @@ def _of_run(
         or _first("it does not say", [term for term in missing if term.stem in language.contrasting])
         or _asks_another(stored.asks, asked.asks, is_all, is_of_people)
         or _first("it does not name", _torn(run, wanted, asked, matched))
-        or ("it says too little of it" if 1 - lacks / total < strictness.said else None)
+        or ("it says too little of it" if 1 - lacks / total < SAID else None)
         or (_first("it does not say", missing) if _is_short(wanted) else None)
-        or ("it says nothing of it but names" if 1 - lacks / unnamed < strictness.unnamed else None)
-        or ("it says more than that" if more / asked_total > strictness.more else None)
-        or ("it says something else in its place" if both > strictness.both else None)
+        or ("it says nothing of it but names" if 1 - lacks / unnamed < UNNAMED else None)
+        or ("it says more than that" if more / asked_total > MORE else None)
+        or ("it says something else in its place" if both > BOTH else None)
         or _first("it does not ask about", _belonging(stored, whole, shared.said, missing, language))
         or ("it turns it round" if _is_turned(stored, asked) else None)
     )

@@ -49,7 +49,6 @@ from .request import (
 )
 from .stopping import EngineStop
 from .trace import describe
-from .wordings import PRIORITY, wording_messages, wording_params, wordings_in
 
 
 class MemoryRequest(LoRARequest):
@@ -185,26 +184,6 @@ class MemoryEngine:
             async for output in self._plain_generate(prompt, picture_params(), f"picture-{uuid4()}"):
                 decided = pop_decided(output) or decided
         return state_in(decided)
-
-    async def wordings(self, question: str, count: int) -> list[str]:
-        """Other wordings of a question by the served model, which may be bad ones; about twice as many as `count`.
-
-        Raises:
-            TaskDataError: vLLM does not take the question, which may be too long.
-            RetryableRequestError: the server is shutting down.
-        """
-        self._stop.refuse_new()
-        messages = wording_messages(question, self._client.model_config.max_model_len)
-        chat, request_id = ChatParams(chat_template_kwargs={"add_generation_prompt": True}), f"wordings-{uuid4()}"
-        found: list[str] = []
-        try:
-            _, (prompt,) = await self._client.renderer.render_chat_async([messages], chat)
-            with self._stop.running():
-                async for output in self._plain_generate(prompt, wording_params(count), request_id, priority=PRIORITY):
-                    found = wordings_in(output)
-        except (VLLMValidationError, ValueError, TypeError) as error:  # whatever vLLM says of a bad one
-            raise TaskDataError(f"no wordings can be proposed: {error}") from error
-        return found
 
     def _request(
         self, leases: Sequence[Lease], prompt: EngineInput, params: SamplingParams, owner: str

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from vllm import LLM
+from vllm.exceptions import GenerationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -30,11 +31,10 @@ from vllm.sampling_params import SamplingParams
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import FactReader
-from ..bundle import FactRecord, read_bundle, read_public_key, require_signature, write_bundle
+from ..bundle import Bundle, FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
-from ..facts import StrictnessName
 from ..protocol import Decided, Decision
-from ..teaching import WhenFull, forgotten, taught
+from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
 from .loading import load
 from .memory_engine import pop_decided
@@ -44,7 +44,6 @@ from .request import (
     MemoryOptions,
     read_options,
     require_rendered,
-    require_strictness,
     specs_for,
     with_specs,
 )
@@ -109,9 +108,8 @@ class MemoryLLM:
         if bundle.metadata.task_adapters:
             raise UnsupportedModel(f"{path} sends tasks to LoRA adapters: serve it with inducekv-serve")
         load(self.llm.collective_rpc, absolute, bundle.digest)
-        if bundle.digest not in self._loaded:
-            self._loaded[bundle.digest] = ServedBundle.from_bundle(bundle, absolute)
-        return self._loaded[bundle.digest]
+        memory = self._loaded[bundle.digest] = ServedBundle.from_bundle(bundle, absolute)
+        return memory
 
     def teach(
         self,
@@ -119,8 +117,7 @@ class MemoryLLM:
         path: str | os.PathLike[str],
         memory: ServedBundle | None = None,
         when_full: WhenFull = "forget",
-        strictness: StrictnessName | None = None,
-    ) -> ServedBundle:
+    ) -> tuple[ServedBundle, Report]:
         """Write the next version of a memory with more facts, or a first one of them alone, and load it.
 
         Args:
@@ -128,16 +125,17 @@ class MemoryLLM:
             path: of the file to write, replaced if it exists.
             memory: stays loaded; None for no version before.
             when_full: see `inducekv_vllm.teaching.taught`; it is not known here which facts were used.
-            strictness: how much requests may differ from the facts' questions (default: as before, at first normal).
 
         Raises:
-            InduceKVError: the facts cannot be stored (see `inducekv_vllm.teaching.taught`), or as for `load_bundle`.
+            InduceKVError: the facts cannot be stored (see `inducekv_vllm.teaching.taught`), the file of `memory` is
+                gone or has another version now, or as for `load_bundle`.
         """
-        before = None if memory is None else read_bundle(memory.path, backbone=self._backbone)
-        write_bundle(taught(before, facts, self._facts, when_full=when_full, strictness=strictness), path)
-        return self.load_bundle(path)
+        before = None if memory is None else self._read(memory)
+        return self._written(taught(before, facts, self._facts, when_full=when_full), path)
 
-    def forget(self, ids: Collection[str], path: str | os.PathLike[str], memory: ServedBundle) -> ServedBundle:
+    def forget(
+        self, ids: Collection[str], path: str | os.PathLike[str], memory: ServedBundle
+    ) -> tuple[ServedBundle, Report]:
         """Write the next version of a memory without some of its facts, and load it.
 
         Args:
@@ -146,12 +144,20 @@ class MemoryLLM:
             memory: stays loaded.
 
         Raises:
-            InduceKVError: `ids` is a string, it has no such fact, nothing would be left, or as for `load_bundle`.
+            InduceKVError: `ids` is a string, it has no such fact, nothing would be left, or as for `teach`.
         """
         if isinstance(ids, str):
             raise ConfigError(f"expected a list of ids, found the string {ids!r}: its letters would be the ids")
-        write_bundle(forgotten(read_bundle(memory.path, backbone=self._backbone), ids), path)
-        return self.load_bundle(path)
+        return self._written(forgotten(self._read(memory), ids), path)
+
+    def _read(self, memory: ServedBundle) -> Bundle:
+        """Where it was loaded from last."""
+        path = self._loaded.get(memory.digest, memory).path
+        return read_bundle(path, backbone=self._backbone, digest=memory.digest)
+
+    def _written(self, made: Taught, path: str | os.PathLike[str]) -> tuple[ServedBundle, Report]:
+        write_bundle(made.bundle, path)
+        return self.load_bundle(path), made.report
 
     def picture_state(self, conversation: Any) -> str:
         """What the pictures of a conversation are like, for a fact about them: `fact_of(..., picture=...)`.
@@ -182,7 +188,6 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
-        strictness: StrictnessName | None = None,
         adapter: LoRARequest | None = None,
         **chat_options: Any,
     ) -> list[MemoryAnswer]:
@@ -197,13 +202,15 @@ class MemoryLLM:
                 `extra_args`, for its own memory.
             remainder: weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0. None for
                 the engine's setting.
-            strictness: how much prompts may differ from the facts' questions; None for each memory's. A prompt's
-                parameters may say it, too, by `extra_args`.
             adapter: the LoRA adapter that the memories need.
             chat_options: rendering options of `LLM.chat`, such as `chat_template_kwargs`.
+
+        Raises:
+            GenerationError: nothing could be decided about a prompt.
+            InduceKVError, VLLMValidationError: an argument cannot be used, or a memory is not loaded.
         """
         renders = [partial(self.llm._preprocess_chat_one, each, **chat_options) for each in conversations]
-        return self._answer(renders, params, memory, top_k, remainder, strictness, adapter)
+        return self._answer(renders, params, memory, top_k, remainder, adapter)
 
     def generate(
         self,
@@ -213,12 +220,11 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
         remainder: bool | None = None,
-        strictness: StrictnessName | None = None,
         adapter: LoRARequest | None = None,
     ) -> list[MemoryAnswer]:
         """`LLM.generate` over N prompts; the arguments are those of `chat`."""
         renders = [partial(self.llm._preprocess_cmpl_one, each) for each in prompts]
-        return self._answer(renders, params, memory, top_k, remainder, strictness, adapter)
+        return self._answer(renders, params, memory, top_k, remainder, adapter)
 
     def _answer(
         self,
@@ -227,7 +233,6 @@ class MemoryLLM:
         memory: ServedBundle | Sequence[Memories] | None,
         top_k: int | None,
         remainder: bool | None,
-        strictness: StrictnessName | None,
         adapter: LoRARequest | None,
     ) -> list[MemoryAnswer]:
         all_params = _one_each(params, len(renders), "params")
@@ -240,28 +245,20 @@ class MemoryLLM:
         for each, user_params in zip(memories, all_params, strict=True):
             self._check(each, adapter)
             own.append(read_options(user_params, each) if each else MemoryOptions())
-        if strictness is not None:
-            require_strictness(strictness)
         prompts = [require_rendered(render()) for render in renders]
         specs = [
-            specs_for(
-                [AdaptedMemory(memory) for memory in each],
-                prompt,
-                config,
-                self._placeholders,
-                options=replace(asked, strictness=asked.strictness or strictness),
-            )
+            specs_for([AdaptedMemory(memory) for memory in each], prompt, config, self._placeholders, options=asked)
             for prompt, each, asked in zip(prompts, memories, own, strict=True)
         ]
         all_params = [with_specs(user_params, each) for user_params, each in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)
-        decided = [
-            Decided.without_worker(each) or pop_decided(output) for output, each in zip(outputs, specs, strict=True)
-        ]
-        return [
-            MemoryAnswer(output, () if each is None else each.each)
-            for output, each in zip(outputs, decided, strict=True)
-        ]
+        answers = []
+        for number, (output, of_it) in enumerate(zip(outputs, specs, strict=True)):
+            decided = Decided.without_worker(of_it) or pop_decided(output)
+            if decided is not None and decided.error is not None:
+                raise GenerationError(f"prompt {number}: {decided.error}")
+            answers.append(MemoryAnswer(output, () if decided is None else decided.each))
+        return answers
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None

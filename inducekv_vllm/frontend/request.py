@@ -16,7 +16,6 @@ from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import SamplingParams
 
 from ..bundle.activation import first_active_position
-from ..facts import STRICTNESS, StrictnessName, named_strictness
 from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec, TaskAdapter, extra_args_of
 from ..vllm_seams.config import InduceKVConfig
 from .served_bundle import ServedBundle
@@ -24,7 +23,6 @@ from .served_bundle import ServedBundle
 OPTION_PREFIX = "inducekv_"
 TRACE_OPTION = "inducekv_trace"
 TOP_K_OPTION = "inducekv_top_k"
-STRICTNESS_OPTION: Final = "inducekv_strictness"
 MEMORIES_OPTION: Final = "inducekv_memories"
 Spec = DecideSpec | InjectionSpec | None  # None: nothing to inject, because every entry has expired
 
@@ -128,7 +126,6 @@ class MemoryOptions:
 
     trace: bool = False
     top_k: int | None = None  # of its own memory; None for the server's setting
-    strictness: StrictnessName | None = None  # None for that of each memory
 
 
 def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> MemoryOptions:
@@ -142,7 +139,7 @@ def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> Me
     require_together(memories)
     num_entries = memories[0].num_entries
     options = _own_arguments(params)
-    supported = {TRACE_OPTION, TOP_K_OPTION, STRICTNESS_OPTION, MEMORIES_OPTION}
+    supported = {TRACE_OPTION, TOP_K_OPTION, MEMORIES_OPTION}
     if unknown := sorted(options.keys() - supported):
         raise VLLMValidationError(
             f"unknown argument {unknown[0]!r} in vllm_xargs; a memory takes {', '.join(sorted(supported))}",
@@ -156,24 +153,13 @@ def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> Me
             f"{TOP_K_OPTION} must be a whole number from 1 to {num_entries}, the memory's entries; found {top_k!r}",
             parameter="vllm_xargs",
         )
-    strictness = options.get(STRICTNESS_OPTION)
-    if strictness is not None:
-        require_strictness(strictness)
     acts_on_prompt = any(memory.acts_on_prompt for memory in memories)
     if params.prompt_logprobs is not None and any(memory.needs_decision for memory in memories) and acts_on_prompt:
         raise VLLMValidationError(
             "log-probabilities of the prompt cannot be had from a memory that acts on the prompt once it is decided",
             parameter="prompt_logprobs",
         )
-    return MemoryOptions(bool(trace), top_k, strictness)
-
-
-def require_strictness(found: object) -> None:
-    """Raise VLLMValidationError if it is no name of a strictness."""
-    if found not in tuple(STRICTNESS):  # it may be of any type
-        raise VLLMValidationError(
-            f"{STRICTNESS_OPTION} must be {named_strictness()}, found {found!r:.100}", parameter="vllm_xargs"
-        )
+    return MemoryOptions(bool(trace), top_k)
 
 
 def refuse_options(params: object) -> None:
@@ -214,21 +200,14 @@ def specs_for(
     if not any(each.memory.needs_decision for each in asked):
         return tuple(_injection(each.memory, prompt, placeholders) for each in asked)
     top_ks = [options.top_k or config.top_k, *(config.top_k for _ in asked[1:])]
-    return tuple(
-        _to_decide(each, top_k, config.remainder, owner, options.strictness)
-        for each, top_k in zip(asked, top_ks, strict=True)
-    )
+    return tuple(_to_decide(each, top_k, config.remainder, owner) for each, top_k in zip(asked, top_ks, strict=True))
 
 
-def _to_decide(
-    asked: AdaptedMemory, top_k: int | None, remainder: bool, owner: str, strictness: StrictnessName | None
-) -> DecideSpec:
+def _to_decide(asked: AdaptedMemory, top_k: int | None, remainder: bool, owner: str) -> DecideSpec:
     memory = asked.memory
     adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted(asked.task_adapters.items()))
     retrieval = memory.weighting != "uniform" and memory.num_entries > 0
-    return DecideSpec(
-        memory.digest, retrieval, top_k, remainder, owner, adapters, strictness or memory.metadata.strictness
-    )
+    return DecideSpec(memory.digest, retrieval, top_k, remainder, owner, adapters)
 
 
 def _injection(memory: ServedBundle, prompt: EngineInput, placeholders: Collection[int]) -> InjectionSpec | None:

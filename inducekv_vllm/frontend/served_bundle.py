@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..bundle import Bundle, EntryRecord
 from ..bundle.lookup import DatedEntries
 from ..errors import UnsupportedModel
 from ..retrieval.entry_terms import Weighting
+from ..teaching import FactList
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,11 @@ class ServedBundle(DatedEntries):
 
     path: str  # the workers read the same file
     file_bytes: int
+
+    @cached_property
+    def fact_list(self) -> FactList:
+        """With very many facts it takes seconds the first time."""
+        return FactList(self.metadata.facts)
 
     @classmethod
     def from_bundle(cls, bundle: Bundle, path: str) -> ServedBundle:

@@ -34,7 +34,6 @@ def _one(name: str, memory: ServedBundle, decision: Decision) -> dict[str, Any]:
         ],
         "facts": describe_facts(memory, decision),
         "missed": _missed(memory, decision),
-        "strictness": decision.strictness,
     }
 
 

@@ -90,8 +90,7 @@ class Deciding:
             self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
-        strictness = None if facts is None else memory.spec.strictness
-        found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture, strictness)
+        found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture)
         return Decision(
             outcome=outcome_of(index, memory.spec, lookup, request.prompt, self._placeholders),
             task=gate.task if gate is not None else None,
@@ -100,7 +99,6 @@ class Deciding:
             valid_until=expiry.timestamp() if expiry is not None else None,
             fact=found if isinstance(found, FactFound) else None,
             missed=found if isinstance(found, FactMissed) else None,
-            strictness=strictness,
         )
 
 

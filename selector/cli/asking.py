@@ -76,6 +76,6 @@ def facts_in(answers: Sequence[Answer], url: str) -> list[str | None]:
     """The id of the fact that each traced answer was said by. Raises ConfigError: a trace does not say it."""
     try:
         traces: list[Any] = [answer.trace for answer in answers]
-        return [next((each["id"] for each in trace["facts"]), None) for trace in traces]
+        return [next((each["id"] for each in trace["facts"] if each["withheld"] is None), None) for trace in traces]
     except (KeyError, TypeError) as error:
         raise ConfigError(f"an answer of {url} has no trace of the facts") from error

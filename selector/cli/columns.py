@@ -31,7 +31,7 @@ class ColumnOptions(Settings):
             if role not in NAMED or not name or role in given:
                 raise ConfigError(f"--columns must be like prompt=NAME,answer=NAME,image=NAME, found {self.columns!r}")
             given[role] = name
-        return Columns(**given, task=self.task_name)
+        return Columns(given.get("prompt"), given.get("answer"), given.get("image"), self.task_name)
 
 
 def columns_of(options: argparse.Namespace) -> Columns:

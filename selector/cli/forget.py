@@ -14,7 +14,6 @@ from .common import SUCCESS, add_bundle, add_output
 
 NAMED: Final = (
     ("--entry", "ID", "the entry or fact of this id"),
-    ("--source-digest", "D", "what was made from the example of this digest"),
     ("--task", "TASK", "all of this task"),
 )
 
@@ -24,10 +23,10 @@ def run(options: argparse.Namespace) -> int:
 
     Where a task is gone, `gate-fit` fits the gate to those that are left.
     """
-    if not (options.entry or options.source_digest or options.task):
-        raise ConfigError("say what to forget: --entry, --source-digest or --task")
+    if not (options.entry or options.task):
+        raise ConfigError("say what to forget: --entry or --task")
     require_output(options.output, options.path)
-    forgotten = Forgotten(ids=options.entry, source_digests=options.source_digest, tasks=options.task)
+    forgotten = Forgotten(ids=options.entry, tasks=options.task)
     bundle = read_bundle(options.path)
     rows = rows_to_forget(bundle, forgotten, str(options.path))
     after = without_entries(bundle, rows, forgotten)

@@ -12,7 +12,7 @@ from inducekv_vllm.errors import ConfigError
 
 from ..runtime.files import require_output
 from ..runtime.progress import note
-from .common import SUCCESS, add_model, add_output
+from .common import SUCCESS, add_output
 from .loading import load_backbone
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     from ..imported.bundle import import_source
 
-    backbone = load_backbone(options.model, options.device)
+    backbone = load_backbone(options.model)  # on the CPU, where float32 is exact
     if source.base and Path(source.base).name != Path(options.model).name:
         note(f"inducekv-bundle: warning: {options.source} was trained with {source.base}, the model is {options.model}")
     bundle = import_source(backbone, source, task=task)
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=KINDS, help="what it is")
     text = "an adapter's folder, a cartridge's file, or a text in UTF-8"
     parser.add_argument("source", metavar="SOURCE", type=Path, help=text)
-    add_model(parser)
+    parser.add_argument("--model", required=True, help="model folder or Hugging Face id: the one it was trained with")
     parser.add_argument("--role", choices=ROLES, help="a text is a turn of the chat template (default: as it is)")
     parser.add_argument("--task", help="name of the entry and its task (default: the source's name)")
     add_output(parser)

@@ -50,7 +50,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "entries": f"{bundle.num_entries} of {metadata.budget}",
         **_dates(metadata),
         "tasks": ", ".join(f"{task} ({count})" for task, count in tasks.items()),
-        "facts": _facts(metadata),
+        "facts": len(metadata.facts),
         "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
         "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
         **_gate(bundle),
@@ -67,11 +67,6 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "tokenizer": backbone.tokenizer_digest,
         "weights": backbone.weights_digest,
     }
-
-
-def _facts(metadata: BundleMetadata) -> str:
-    strictness = "" if metadata.strictness == "normal" else f" ({metadata.strictness})"
-    return f"{len(metadata.facts)}{strictness}"
 
 
 def _dates(metadata: BundleMetadata) -> dict[str, str]:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from inducekv_vllm.bundle import BundleMetadata, FactRecord
 from inducekv_vllm.bundle.metadata import MAX_WORDING_BYTES
-from inducekv_vllm.facts import STRICTNESS, Comparison, QuestionIndex, has_words, same_words
+from inducekv_vllm.facts import Comparison, QuestionIndex, has_words, same_words
 from inducekv_vllm.teaching import replaced_by
 
 from .common import print_table
@@ -75,11 +75,11 @@ class _Near:
     def __init__(self, facts: Sequence[FactRecord], metadata: BundleMetadata) -> None:
         self._asked = [(text, fact) for fact in facts for text in _wordings(fact)]
         self._index = QuestionIndex([text for text, _ in self._asked])
-        self._strictness, self._gate_tasks = STRICTNESS[metadata.strictness], metadata.gate_tasks
+        self._gate_tasks = metadata.gate_tasks
 
     def to(self, question: str) -> tuple[FactRecord, Comparison | None]:
         """The last one, if none shares a word with it."""
-        found = self._index.find(question, strictness=self._strictness)
+        found = self._index.find(question)
         return (self._asked[-1][1], None) if found is None else (self._asked[found.number][1], found.comparison)
 
     def why(self, fact: FactRecord, comparison: Comparison | None) -> str:

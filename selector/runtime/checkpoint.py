@@ -3,7 +3,6 @@
 DIR/identity.json       everything that determines the run's result, and when it began
 DIR/NAME.safetensors    an optimisation's state after its last complete step
 DIR/seconds.json        the time spent so far, by phase
-DIR/pool/               the candidates' payloads, see `selector.backbone.payload_store`
 DIR/finished.json       the digest of the bundle, once all outputs are written
 """
 

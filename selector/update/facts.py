@@ -97,6 +97,6 @@ def with_facts_that_help(
 
 def _taught(bundle: Bundle | None, facts: Sequence[FactRecord], scorer: Scorer) -> Bundle:
     """Those of earlier tasks do not make room for a new one's. Raises InduceKVError: they are too many, or no facts."""
-    richer = taught(bundle, facts, fact_reader(scorer.backbone), when_full="refuse")
+    richer = taught(bundle, facts, fact_reader(scorer.backbone), when_full="refuse").bundle
     file_content(richer)  # more than a file takes are refused now, and not after the training
     return richer

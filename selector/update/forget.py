@@ -19,11 +19,10 @@ class Forgotten:
     """Which entries and facts are to be forgotten: those that one of these names."""
 
     ids: Collection[str] = ()
-    source_digests: Collection[str] = ()
     tasks: Collection[str] = ()
 
     def names(self, record: Record) -> bool:
-        return record.id in self.ids or record.source_digest in self.source_digests or record.task in self.tasks
+        return record.id in self.ids or record.task in self.tasks
 
 
 NOTHING: Final = Forgotten()
@@ -39,7 +38,6 @@ def rows_to_forget(bundle: Bundle, forgotten: Forgotten, source: str) -> list[in
     records = (*entries, *facts)
     for kind, wanted, found in (
         ("entry", forgotten.ids, {record.id for record in records}),
-        ("entry of the source digest", forgotten.source_digests, {record.source_digest for record in records}),
         ("entry of the task", forgotten.tasks, {record.task for record in records}),
     ):
         if missing := [each for each in wanted if each not in found]:

@@ -36,7 +36,7 @@ class Facts:
         if bundle is not None:
             write_bundle(bundle, path)
             before = self.served.offline.load_bundle(path)
-        self.served.memories[name] = self.served.offline.teach(facts, path, before)
+        self.served.memories[name], _ = self.served.offline.teach(facts, path, before)
         self.served.bundles[name] = made = read_bundle(path)
         return made
 

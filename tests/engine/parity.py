@@ -437,6 +437,10 @@ class MemoryEngine:
                 self.chat(questions, [name] * len(questions), greedy())
         assert len(ended) == 2
 
+    def counted(self, name: str) -> int:
+        """One of vLLM's counters, which counts where an engine has `disable_log_stats=False`."""
+        return next(m for m in self.offline.llm.get_metrics() if m.name == f"vllm:{name}").value  # type: ignore[union-attr]
+
     def stats(self) -> dict[str, Any]:
         """Of the worker, after a step in which it hears of finished requests."""
         for _ in range(2):

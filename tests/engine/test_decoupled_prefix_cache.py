@@ -22,22 +22,11 @@ from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.frontend.offline import MemoryAnswer, MemoryLLM
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from server.demo import CHECKPOINT
-from tests.bundles import remade
+from tests.bundles import as_decoupled
 from tests.engine.parity import FEWER_PROCESSES, TOLERANCE, World, engine, greedy, make_world, served_logprobs
 from tests.reference import reference_logprobs
 
 EVENTS = "inproc://kv-events"
-
-
-def late(merged: Bundle, activation: str, scale: float) -> Bundle:
-    return remade(
-        merged,
-        payload_values=scale * merged.payload_values,
-        value_gates=torch.full((merged.num_layers,), 1.5),
-        weighting="uniform",
-        form="decoupled",
-        activations=dict.fromkeys(merged.metadata.tasks, activation),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +79,7 @@ def text(seed: int, length: int) -> list[int]:
 def test_one_prompt_under_every_memory_in_any_order(turns: Turns) -> None:
     prompt = text(1, 300)
     bundles = [
-        late(turns.world.merged[name], activation, scale)
+        as_decoupled(turns.world.merged[name], activation, scale=scale)
         for activation in ACTIVATIONS
         for name, scale in (("prior", 4.0), ("other", -4.0))
     ]
@@ -104,7 +93,7 @@ def test_one_prompt_under_every_memory_in_any_order(turns: Turns) -> None:
 def test_a_bundle_that_is_replaced_leaves_no_blocks_behind(turns: Turns) -> None:
     prompt = text(2, 300)
     for scale in (4.0, -4.0, 4.0):
-        bundle = late(turns.world.merged["prior"], "generation", scale)
+        bundle = as_decoupled(turns.world.merged["prior"], "generation", scale=scale)
         memory = turns.load(bundle, "replaced.safetensors")
         turns.ask([prompt], [(bundle, memory)], max_tokens=140)
         turns.offline.unload_bundle(memory)
@@ -112,7 +101,7 @@ def test_a_bundle_that_is_replaced_leaves_no_blocks_behind(turns: Turns) -> None
 
 def test_generated_blocks_in_later_turns(turns: Turns) -> None:
     """A later turn repeats an answer whose K and V memory has changed: for each request they are other K and V."""
-    bundles = [late(turns.world.merged["prior"], "generation", scale) for scale in (4.0, -4.0)]
+    bundles = [as_decoupled(turns.world.merged["prior"], "generation", scale=scale) for scale in (4.0, -4.0)]
     a, b = ((bundle, turns.load(bundle, f"turn-{i}.safetensors")) for i, bundle in enumerate(bundles))
     prompt = text(3, 150)
     for number, memory in enumerate((a, b, None, a)):
@@ -125,7 +114,7 @@ def test_generated_blocks_in_later_turns(turns: Turns) -> None:
 def test_the_untouched_turn_is_shared(turns: Turns, request: pytest.FixtureRequest) -> None:
     """The second turn of a conversation computes what the first has not, also under another memory."""
     block = turns.offline.llm.llm_engine.vllm_config.cache_config.block_size
-    bundle = late(turns.world.merged["prior"], "generation", 4.0)
+    bundle = as_decoupled(turns.world.merged["prior"], "generation", scale=4.0)
     memory = (bundle, turns.load(bundle, "shared.safetensors"))
     first = text(4, 290)
     second = [*first, *text(5, 60)]
@@ -183,7 +172,7 @@ def test_events_tell_a_router_which_blocks_are_untouched(turns: Turns) -> None:
     kinds = {
         activation: (bundle, turns.load(bundle, f"heard-{activation}.safetensors"))
         for activation in ("prompt", "generation")
-        for bundle in [late(turns.world.merged["prior"], activation, 4.0)]
+        for bundle in [as_decoupled(turns.world.merged["prior"], activation, scale=4.0)]
     }
     for activation, untouched in (("prompt", 0), ("generation", before_last)):
         turns.ask([prompt], [kinds[activation]], max_tokens=100)

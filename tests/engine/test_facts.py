@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.backbone.stored_facts import AskedQuestion, StoredFacts
 from inducekv_vllm.bundle import FactRecord, read_bundle, with_metadata, write_bundle
-from inducekv_vllm.errors import UnknownFact
+from inducekv_vllm.errors import BundleError, UnknownFact
 from inducekv_vllm.frontend.offline import MemoryAnswer
 from selector.update.forget import without_entries
 from tests.engine.facts import OPTIONS, Facts
@@ -89,13 +89,35 @@ def test_answers_alone_process_logits(facts: Facts) -> None:
 def test_a_fact_is_forgotten(facts: Facts, tmp_path: Path) -> None:
     served = facts.served
     facts.teach("all", [fact(city) for city in CITIES])
-    served.memories["fewer"] = served.offline.forget([f"codes/{CITIES[0]}"], tmp_path / "f", served.memories["all"])
+    first = f"codes/{CITIES[0]}"
+    served.memories["fewer"], report = served.offline.forget([first], tmp_path / "f", served.memories["all"])
+    assert (report.ids, report.facts) == ((first,), len(CITIES) - 1)
     served.bundles["fewer"] = read_bundle(tmp_path / "f")
     answers = facts.check("fewer", [asked(CITIES[0]), asked(CITIES[1])])
     assert [facts.found("fewer", each) for each in answers] == [[], [f"codes/{CITIES[1]}"]]
     with pytest.raises(UnknownFact, match="no fact 'nothing'"):
         served.offline.forget(["nothing"], tmp_path / "g", served.memories["all"])
     assert not (tmp_path / "g").exists()
+
+
+def test_a_memory_is_taught_further_as_it_is_or_not_at_all(facts: Facts, tmp_path: Path) -> None:
+    """A file that another writer has replaced is not built on, nor is a path that nobody knows any more."""
+    served, path, next_one = facts.served.offline, tmp_path / "a.safetensors", tmp_path / "next.safetensors"
+    lima, report = served.teach([fact("Lima")], path)
+    assert (report.ids, report.facts, report.dropped, report.replaced) == (("codes/Lima",), 1, (), ())
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(path.read_bytes())
+    served.teach([fact("Quito")], path)  # another writer
+    for change in (
+        lambda: served.teach([fact("Oslo")], next_one, lima),
+        lambda: served.forget(["codes/Lima"], next_one, lima),
+    ):
+        with pytest.raises(BundleError, match=f"the file has changed: expected digest {lima.digest}, found"):
+            change()
+    assert not next_one.exists()
+    assert served.load_bundle(copy).digest == lima.digest
+    served.teach([fact("Oslo")], next_one, lima)
+    assert [each.id for each in read_bundle(next_one).metadata.facts] == ["codes/Lima", "codes/Oslo"]
 
 
 def test_it_ends_with_the_answer(facts: Facts) -> None:
@@ -163,25 +185,6 @@ def test_the_nearest_fact_is_named_if_none_is_found(facts: Facts) -> None:
     assert answer.decision is not None
     assert answer.decision.missed is not None
     assert answer.decision.missed.added == ("area", "mayor")
-
-
-def test_strictness_of_a_call_and_of_a_prompt(facts: Facts) -> None:
-    """A prompt's wins over the call's, which wins over the bundle's."""
-    facts.teach("asked", [fact(city) for city in CITIES])
-    question, params = Prompt(None, "What is the secret code of Lima?"), greedy()
-    own = greedy()
-    own.extra_args = {"inducekv_strictness": "strict"}
-    for strictness, sampling, decided_by in (
-        (None, params, "normal"),
-        ("lenient", params, "lenient"),
-        ("lenient", own, "strict"),
-    ):
-        (answer,) = facts.check("asked", [question], sampling, strictness=strictness)
-        assert answer.decision is not None
-        assert (answer.decision.strictness, answer.decision.source) == (decided_by, "computed")
-        assert facts.found("asked", answer) == (["codes/Lima"] if decided_by == "lenient" else [])
-    with pytest.raises(VLLMValidationError, match="must be strict, normal or lenient, found 'loose'"):
-        facts.check("asked", [question], strictness="loose")
 
 
 def test_behind_a_gate(facts: Facts) -> None:
@@ -261,12 +264,9 @@ def test_a_search_that_raises_ends_its_own_request(facts: Facts, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(StoredFacts, "find", raise_for_lima)
         for name in names:
-            failed, answered = facts.served.chat(questions, [name] * 2, greedy())
-            assert failed.decision is not None
-            assert failed.decision.error is not None
-            assert "KeyError" in failed.decision.error
-            assert failed.output.outputs[0].finish_reason == "error"
-            assert len(failed.output.outputs[0].token_ids) == 0
+            with pytest.raises(GenerationError, match=r"prompt 1: .* \(KeyError\)"):
+                facts.served.chat(questions[::-1], [name] * 2, greedy())
+            (answered,) = facts.served.chat(questions[1:], [name], greedy())
             assert facts.found(name, answered) == [f"{'r' if name == 'raises' else 'c'}/Oslo"]
     for name in names:
         assert len(facts.found(name, facts.check(name, questions[:1])[0])) == 1

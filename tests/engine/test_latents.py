@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): memory of latents in vLLM gives what it gives in transformers, to 1e-4.
 
 Every decoupled form: ungated and retrieved, behind a gate from the prompt, the text or the generation on, in the pass
-that decides, and from the middle of a prompt. Merged memory is refused.
+that decides, and from the middle of a prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import UnsupportedModel
 from tests.bundles import as_decoupled
@@ -21,7 +20,6 @@ from tests.engine.parity import (
     MemoryEngine,
     Prompt,
     engine,
-    greedy,
     make_world,
     prompts,
     served_logprobs,
@@ -116,12 +114,6 @@ def test_aborted_requests_leave_nothing_behind(served: MemoryEngine) -> None:
     assert (stats["slots_used"], stats["requests_known"]) == (0, 0)
 
 
-def test_merged_memory_is_refused(served: MemoryEngine, tmp_path: Path) -> None:
-    write_bundle(served.world.merged["prior"], tmp_path / "merged.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"merged memory cannot be served: .* latent attention \(MLA\)"):
-        served.offline.load_bundle(tmp_path / "merged.safetensors")
-
-
 def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the flag, answers would be wrong without memory, too. YaRN's are not."""
     if served.world.backbone.fingerprint.rope["rope_type"] == "yarn":
@@ -134,20 +126,6 @@ def test_rotation_that_vllm_computes_wrongly_is_refused(served: MemoryEngine, mo
         engine(served.world.model, environment=FEWER_PROCESSES, **options),
     ):
         pass
-
-
-@pytest.mark.slow
-def test_more_requests_than_the_cache_holds(tmp_path: Path) -> None:
-    """Those that are preempted are computed again, with their memory or without."""
-    model = LATENT_FAMILIES[IN_EVERY_RUN](tmp_path / "model")
-    world = make_world(model, tmp_path, make_prompts=text_prompts)
-    options = {"num_gpu_blocks_override": 24, "disable_log_stats": False}
-    with engine(model, environment=FEWER_PROCESSES, **options, **ON_CPUS) as llm:
-        served = MemoryEngine(world, llm)
-        names = [(None, "first", "second", "other")[number % 4] for number in range(16)]
-        served.check(text_prompts(16, 5), names, greedy(max_tokens=40))
-        preempted = next(m for m in served.offline.llm.get_metrics() if m.name == "vllm:num_preemptions")
-        assert preempted.value > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

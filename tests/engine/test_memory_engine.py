@@ -48,6 +48,16 @@ class Journal:
         pass
 
 
+def audited(served: Served) -> tuple[MemoryEngine, list[str]]:
+    """An engine, and the requests of which it has recorded an answer."""
+    noted: list[str] = []
+
+    async def record(request_id: str, *_: Any) -> None:
+        noted.append(request_id)
+
+    return MemoryEngine(served.llm, served.memories, AUDITED, journal=Journal(record_answer=record)), noted
+
+
 async def test_the_memory_is_used(served: Served) -> None:
     prompt = await served.render(seed=1)
     first, second = await served.answer(prompt), await served.answer(prompt)
@@ -208,12 +218,7 @@ async def test_an_owner_shares_decisions_and_nobody_else(served: Served) -> None
 
 
 async def test_the_first_output_of_a_stream_tells_the_decision(served: Served) -> None:
-    noted: list[str] = []
-
-    async def record(request_id: str, *_: Any) -> None:
-        noted.append(request_id)
-
-    engine = MemoryEngine(served.llm, served.memories, AUDITED, journal=Journal(record_answer=record))
+    engine, noted = audited(served)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     stream = engine.generate(await served.render(seed=83), params, "streamed", lora_request=handle())
     first = await anext(stream)
@@ -228,11 +233,6 @@ async def test_a_reader_that_is_late_hears_the_decision_with_its_first_text(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has not been read yet is merged by vLLM, which keeps the fields of the last output."""
-    noted: list[str] = []
-
-    async def record(request_id: str, *_: Any) -> None:
-        noted.append(request_id)
-
     begin = served.llm.add_request
 
     async def begin_and_wait(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ async def test_a_reader_that_is_late_hears_the_decision_with_its_first_text(
         return queue
 
     monkeypatch.setattr(served.llm, "add_request", begin_and_wait)
-    engine = MemoryEngine(served.llm, served.memories, AUDITED, journal=Journal(record_answer=record))
+    engine, noted = audited(served)
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     stream = engine.generate(await served.render(seed=83), params, "late", lora_request=handle())
     first = await anext(stream)
@@ -253,13 +253,8 @@ async def test_a_reader_that_is_late_hears_the_decision_with_its_first_text(
 
 async def test_an_answer_that_a_stop_string_ends_has_its_decision(served: Served) -> None:
     """The API process finds the string, in the middle of what the engine goes on with."""
-    noted: list[str] = []
-
-    async def record(request_id: str, *_: Any) -> None:
-        noted.append(request_id)
-
     text = (await served.answer(await served.render(seed=83))).outputs[0].text
-    engine = MemoryEngine(served.llm, served.memories, AUDITED, journal=Journal(record_answer=record))
+    engine, noted = audited(served)
     params = SamplingParams(
         min_tokens=2,
         max_tokens=100,

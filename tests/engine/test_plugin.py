@@ -100,7 +100,7 @@ def test_specs_survive_the_journey() -> None:
     found = FactFound(3, 0.98, (7, 8))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
     decide = DecideSpec("digest", False, None, True)
-    asked = DecideSpec("digest", True, 4, False, "owner", adapters, "strict")
+    asked = DecideSpec("digest", True, 4, False, "owner", adapters)
     every: tuple[Specs, ...] = ((memory,), (replace(memory, bundle="other"), memory), (decide,), (asked, decide))
     for specs in every:
         assert parse_specs(json.loads(json.dumps({**extra_args_of(specs), "other": 1}))) == specs
@@ -109,7 +109,7 @@ def test_specs_survive_the_journey() -> None:
         Decision(Untouched("outside"), margins=(-1.0,)),
         Decision(TaskAdapter("lora", 3, "/adapters/style"), task="a", fact=found),
         Decision(Untouched(), fact=replace(found, withheld="the request asks for structured output")),
-        Decision(Untouched(), missed=FactMissed(3, "it names 'lyon'", ("berlin",), ("lyon",)), strictness="lenient"),
+        Decision(Untouched(), missed=FactMissed(3, "it names 'lyon'", ("berlin",), ("lyon",))),
         Decision(Failed("not finite")),
     )
     for decided in (Decided(decisions[:1]), Decided(decisions[1:3]), Decided(decisions[3:])):

@@ -15,8 +15,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inducekv_vllm.errors import BundleError
-from inducekv_vllm.frontend.offline import MemoryLLM
 from inducekv_vllm.vllm_seams import requirements
 from tests.engine.parity import (
     FEWER_PROCESSES,
@@ -103,15 +101,6 @@ def test_activations_too(tmp_path: Path) -> None:
     assert with_memory <= 3 * without
 
 
-def test_what_vllm_quantises_by_itself_is_refused(tmp_path: Path) -> None:
-    plain = FAMILIES["llama"](tmp_path)
-    with (
-        pytest.raises(Exception, match="weights that vLLM quantises as it loads them"),
-        engine(plain, environment=FEWER_PROCESSES, dtype="bfloat16", quantization="fp8", **OPTIONS),
-    ):
-        pass
-
-
 def test_4_bit_weights_are_refused_at_start_on_a_cpu_without_their_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,15 +111,3 @@ def test_4_bit_weights_are_refused_at_start_on_a_cpu_without_their_kernel(
         engine(quantised, environment=FEWER_PROCESSES, dtype="float16", **OPTIONS),
     ):
         pass
-
-
-@needs_4_bit_kernel
-def test_a_bundle_of_the_plain_model_is_refused(tmp_path: Path) -> None:
-    """The digest of the weights says what was taught and what serves."""
-    quantised, plain = quantised_and_plain(tmp_path, "gptq")
-    bundle = bundles(plain).paths["first"]
-    with (
-        engine(quantised, environment=FEWER_PROCESSES, dtype="float16", **OPTIONS) as llm,
-        pytest.raises(BundleError, match="made for another backbone: weights_digest"),
-    ):
-        MemoryLLM(llm).load_bundle(bundle)

@@ -67,23 +67,11 @@ def check(served: MemoryEngine, make_prompts: Callable[[int, int], list[Prompt]]
 
 def drafts(served: MemoryEngine) -> tuple[float, float]:
     """How many tokens were drafted, and accepted."""
-    counts: dict[str, Any] = {metric.name: metric for metric in served.offline.llm.get_metrics()}
-    drafted, accepted = (counts[f"vllm:spec_decode_num_{name}_tokens"].value for name in ("draft", "accepted"))
+    drafted, accepted = (served.counted(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
     return drafted, accepted
 
 
-@pytest.mark.slow
-def test_a_draft_model(tmp_path: Path) -> None:
-    """Its layers are not touched: their numbers and those of the served model overlap."""
-    draft = save_tiny_text_model(tmp_path / "draft", lambda **sizes: LlamaConfig(**TEXT_SIZES, **sizes), seed=5)
-    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts, with_merged=True)
-    with drafting(world, method="draft_model", model=str(draft)) as served:
-        check(served, text_prompts)
-        drafted, accepted = drafts(served)
-        assert 0 <= accepted < drafted
-
-
-def save_dflash_head(folder: Path, vocabulary: int) -> Path:
+def save_dflash_head(folder: Path) -> Path:
     """A random block of one layer for the tiny Llama, in the layout of published ones."""
     sizes, head = TEXT_SIZES | {"num_hidden_layers": 1}, {"mask_token_id": 0, "target_layer_ids": [0, 1, 2]}
     save_tiny_text_model(folder, lambda **numbers: Qwen3Config(**sizes, dflash_config=head, **numbers), seed=7)
@@ -140,14 +128,20 @@ def save_eagle_head(folder: Path, method: str, vocabulary: int) -> Path:
     return folder
 
 
+def save_draft(folder: Path, method: str, vocabulary: int) -> Path:
+    """What a method of vLLM's drafts with, for the tiny Llama."""
+    if method == "draft_model":
+        return save_tiny_text_model(folder, lambda **sizes: LlamaConfig(**TEXT_SIZES, **sizes), seed=5)
+    return save_dflash_head(folder) if method == "dflash" else save_eagle_head(folder, method, vocabulary)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_an_eagle_head(method: str, tmp_path: Path) -> None:
-    """It drafts from the hidden states of the pass with memory; its layer stands behind the model's, untouched."""
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "dflash"])
+def test_a_model_or_head_that_drafts(method: str, tmp_path: Path) -> None:
+    """Untouched, though its layers' numbers and the model's overlap, or it sees the states of the pass with memory."""
     world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts, with_merged=True)
-    vocabulary = LlamaConfig.from_pretrained(tmp_path / "model").vocab_size
-    head = save_eagle_head(tmp_path / "head", method, vocabulary)
-    with drafting(world, method=method, model=str(head)) as served:
+    draft = save_draft(tmp_path / "draft", method, LlamaConfig.from_pretrained(tmp_path / "model").vocab_size)
+    with drafting(world, method=method, model=str(draft)) as served:
         check(served, text_prompts)
         drafted, accepted = drafts(served)
         assert 0 <= accepted < drafted
@@ -267,16 +261,6 @@ def test_multi_token_prediction(family: str, tmp_path: Path) -> None:
         check(served, text_prompts)
         drafted, accepted = drafts(served)
         assert 0 < accepted < drafted
-
-
-@pytest.mark.slow
-def test_dflash(tmp_path: Path) -> None:
-    world = make_world(FAMILIES["llama"](tmp_path / "model"), tmp_path, make_prompts=text_prompts, with_merged=True)
-    head = save_dflash_head(tmp_path / "head", LlamaConfig.from_pretrained(tmp_path / "model").vocab_size)
-    with drafting(world, method="dflash", model=str(head)) as served:
-        check(served, text_prompts)
-        drafted, accepted = drafts(served)
-        assert 0 <= accepted < drafted
 
 
 @pytest.fixture

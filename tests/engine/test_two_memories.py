@@ -132,19 +132,14 @@ def tasks_of(answers: Sequence[MemoryAnswer]) -> list[tuple[str | None, ...]]:
 
 def test_each_gate_decides_by_itself(served: MemoryEngine, gated: list[Prompt]) -> None:
     """In one batch with others, preempted; and again, when decisions and blocks are known."""
-    before, questions = preemptions(served), [*gated, *text_prompts(4, seed=10)]
+    before, questions = served.counted("num_preemptions"), [*gated, *text_prompts(4, seed=10)]
     pairs: list[Pair | str | None] = [*[("own", "shared")] * 16, "acme", None, ("bolt", "manual"), ("acme", "manual")]
     for source in ("computed", "cached"):
         answers = check(served, questions, pairs, max_tokens=40)
         assert tasks_of(answers[:16]) == list(itertools.product(("a", None), ("b", None))) * 4
         assert {decision.source for answer in answers[:16] for decision in answer.decisions} == {source}
         assert tasks_of(check(served, gated[:4], ["own", "shared"] * 2)) == [("a",), (None,), (None,), (None,)]
-    assert preemptions(served) > before
-
-
-def preemptions(served: MemoryEngine) -> int:
-    metrics = served.offline.llm.get_metrics()
-    return next(m for m in metrics if m.name == "vllm:num_preemptions").value  # type: ignore[union-attr]
+    assert served.counted("num_preemptions") > before
 
 
 def test_tenants_share_the_blocks_of_what_they_share_and_no_others(served: MemoryEngine) -> None:

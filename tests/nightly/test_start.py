@@ -1,4 +1,4 @@
-"""`make compat` runs this on every version of vLLM: what ends a server that cannot begin is vLLM's own."""
+"""`make compat` runs this on other versions of vLLM: what ends a server that cannot begin is vLLM's own."""
 
 from pathlib import Path
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from benchmarks.research.continual.answering import Answerer, Ask, OfflineAnswer
 from benchmarks.research.continual.answering.http import Endpoint, EndpointFailed, Endpoints, HttpAnswerer, HttpModel
 from benchmarks.research.continual.methods import choose_methods
 from benchmarks.research.continual.stream import Run, run_stream
-from benchmarks.research.continual.suites import load_suite
-from tests.research.fake_server import FakeHandler, serving
-from tests.research.published.tiny_suites import WRITERS, write_pictures
 from tests.research.small_streams import own_folder
+from tests.unit.selector.imitated import Request, imitated_server
 
 
 def predictions(out: Path, method: str, budget: int) -> list[str]:
@@ -52,23 +49,6 @@ def test_a_memory_answers_on_a_server_as_it_does_in_transformers(world, server, 
     assert models_at(server) == before
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_published_suite_is_asked_over_http(name, world, server, tmp_path):
-    """From tiny files to the scores; the first three of its tasks, and short answers."""
-    write, root = WRITERS[name]
-    write(tmp_path / "data")
-    write_pictures(tmp_path / "data", root)
-    published = load_suite(name, tmp_path / "data").with_validation()
-    published = replace(published, tasks=published.tasks[:3], new_tokens=16)
-    (method,), plain = choose_methods(["no_memory"]), Endpoint(server, "base")
-    endpoints = Endpoints(plain, plain)
-    run = Run(published, method, world.model, 32, 0, tmp_path / "out")
-    matrix = run_stream(run, HttpAnswerer(world.model, endpoints, published.new_tokens))
-    assert matrix["complete"]
-    assert matrix["base"] == [None] * 3
-    assert published.metrics.keys() <= matrix["metrics"].keys()
-
-
 @pytest.mark.slow
 def test_adapters_answer_on_a_server_as_they_do_in_transformers(adapted, server, suite, tmp_path):
     """One adapter for all tasks, and one for each task, where the gate is open; past it, the server without LoRA."""
@@ -95,26 +75,19 @@ class Spoken:
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of what was asked
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @contextmanager
-    def serving(self) -> Iterator[str]:
-        spoken = self
+    def serving(self) -> AbstractContextManager[str]:
+        """The server's base URL."""
+        return imitated_server(self.answer)
 
-        class Handler(FakeHandler):
-            def do_POST(self) -> None:
-                body = self.body()
-                if self.path != "/v1/chat/completions":
-                    return self.reply(404, {"detail": "Not Found"})
-                with spoken.lock:
-                    if spoken.to_break:
-                        spoken.to_break -= 1
-                        return self.connection.close()
-                    if spoken.patience is not None and len(spoken.bodies) >= spoken.patience:
-                        return self.connection.close()
-                    spoken.bodies.append(body)
-                return self.reply(200, {"choices": [{"message": {"content": " zorp\n"}}]})
-
-        with serving(Handler) as url:
-            yield url
+    def answer(self, request: Request) -> tuple[int, Any] | None:
+        with self.lock:
+            if self.to_break:
+                self.to_break -= 1
+                return None
+            if self.patience is not None and len(self.bodies) >= self.patience:
+                return None
+            self.bodies.append(request.body)
+        return 200, {"choices": [{"message": {"content": " zorp\n"}}]}
 
 
 def sent(message: dict[str, Any]) -> bytes:

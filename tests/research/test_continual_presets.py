@@ -26,21 +26,6 @@ def test_a_preset_gives_what_the_command_line_leaves_open(tmp_path):
     assert lora.steps == 9  # of two values the later one counts, and the user's is the later one
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("budgets = [8]", "there is no option 'budgets' to preset, there are: .*budget"),
-        ('out = "elsewhere"', "there is no option 'out' to preset"),
-        ("budget = [", "cannot read the preset"),
-        ("method = [true]", "method must be a text or a number, or several, found True"),
-    ],
-)
-def test_a_preset_that_cannot_be_used_is_refused(text, message, tmp_path):
-    (tmp_path / "bad.toml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        options("--preset", str(tmp_path / "bad.toml"))
-
-
 def test_a_setting_goes_to_every_method_that_has_it_but_not_to_an_ablation_of_it():
     no_memory, lora = choose_methods(["no_memory", "lora"], ["learning_rate=0.1", "steps=7"])
     assert (lora.learning_rate, lora.steps) == (0.1, 7)
@@ -59,26 +44,6 @@ def test_a_setting_may_name_its_method():
     assert (replay.steps, replay.modules) == (7, "mlp")
     (alone,) = choose_methods(["lora"], ["lora_replay.steps=9"])
     assert alone == METHODS["lora"]
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("nonesuch.steps=9", "there is no method 'nonesuch', there are: no_memory"),
-        (
-            "learning_rate0.1",
-            "none of lora has the setting 'learning_rate0.1'; it must read KEY=VALUE or METHOD.KEY=VALUE",
-        ),
-        ("modules", "none of lora has the setting 'modules'; it must read KEY=VALUE or METHOD.KEY=VALUE"),
-        ("lora.activation=text", "none of lora has the setting 'lora.activation=text'"),
-        ("refined.activation=text", "none of refined has the setting 'refined.activation=text'"),
-        ("refined.steps=many", "refined: steps must be like 400, found 'many'"),
-        ("lora.learning_rate=null", "lora: learning_rate must be like 0.0005, found None"),
-    ],
-)
-def test_a_setting_that_its_method_cannot_have_is_refused(setting, message):
-    with pytest.raises(ConfigError, match=message):
-        choose_methods(["lora"], [setting])
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))

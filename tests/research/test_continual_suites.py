@@ -109,16 +109,6 @@ def test_base_and_validation_may_be_absent(tmp_path):
         replace(found.tasks[0], train=found.tasks[0].train[:1]).with_validation()
 
 
-def test_a_suite_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(
-        ConfigError,
-        match=r"there is no suite 'nonesuch', there are: demo, .*, ucit, coin, .*, FILE\.toml and MODULE:NAME",
-    ):
-        load_suite("nonesuch", tmp_path)
-    with pytest.raises(TaskDataError, match=r"missing\.toml: cannot read the suite"):
-        load_suite(str(tmp_path / "missing.toml"), tmp_path)
-
-
 def refusal(folder: Path) -> str:
     with pytest.raises(TaskDataError) as refused:
         load_suite(str(folder / "suite.toml"), folder)

@@ -75,18 +75,6 @@ def test_what_is_counted(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "| codes | 3 | 1.000 | 0.500 | 0.000 | another subject 0.000 of 3" in capsys.readouterr().out
 
 
-def test_each_strictness_is_measured(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "found.json"
-    options = ["--data", str(data), "--only", "faq", "--strictness", "strict", "lenient", "--output", str(output)]
-    assert public.main(options) == 0
-    rows = json.loads(output.read_text())["rows"]
-    assert [(row["strictness"], row["facts"]) for row in rows] == [("strict", 1), ("lenient", 1)]
-    assert all(row["shares"]["stored"]["share"] == 1.0 for row in rows)
-    printed = capsys.readouterr().out
-    assert "| faq, strict | 1 | 1.000" in printed
-    assert "| faq, lenient | 1 | 1.000" in printed
-
-
 def test_facts_that_ask_each_other_are_taught_by_halves() -> None:
     facts = [public.Fact(f"What is {n}?", str(n), (), [(f"What is {n + 1}?", None, "next")]) for n in range(4)]
     assert [each.answer for each in public.taught_of(public.FactSet("web", facts))] == ["0", "2"]

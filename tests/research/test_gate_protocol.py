@@ -33,9 +33,6 @@ SIZES = {"train": 8, "validation": 4, "test": 6}
 BASE_SIZES = {"train": 90, "validation": 9, "test": 9}
 
 
-# The lists
-
-
 # Other wordings
 
 

@@ -1,9 +1,7 @@
-"""The real-picture stream, on made-up packages: what its splits share, and that a training resumes."""
+"""The real-picture stream, on made-up packages: what its splits share, and what tasks ask about."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,12 @@ from PIL import Image
 from benchmarks.real.items import BASE, SPLITS
 from benchmarks.research.continual.suites import load_suite
 from benchmarks.research.continual.suites.made import load_real_pictures
-from benchmarks.research.real_pictures import evaluate, stream, train
+from benchmarks.research.real_pictures import stream, train
 from benchmarks.research.real_pictures.concepts import Concepts
 from benchmarks.research.real_pictures.icons import PACKAGES, Icons
-from benchmarks.research.real_pictures.questions import FAMILIES, vocabulary
+from benchmarks.research.real_pictures.questions import vocabulary
 from benchmarks.research.real_pictures.stream import examples
 from benchmarks.research.real_pictures.tasks import TASKS
-from benchmarks.research.real_pictures.train import model_folder
 from selector.data.examples import read_task
 from tests.research.made_up_icons import made_up_concepts, save_icons
 from tests.unit.benchmarks.made_up_packages import MadeUp
@@ -106,44 +103,3 @@ def test_the_suite_is_written_once_and_its_examples_are_read(
 
 
 # The model.
-
-
-@pytest.mark.slow
-def test_training_resumes_and_what_it_makes_is_measured(
-    icons: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("resvg_py")
-    monkeypatch.setattr(train, "Packages", MadeUp)
-    monkeypatch.setattr(train, "ROWS", {"separate": 1, "conversations": 1, "exemplars": 1})
-    whole, cache = (shutil.copytree(icons, tmp_path / name) for name in ("whole", "cache"))
-    monkeypatch.setenv("INDUCEKV_CACHE", str(cache))
-    options = ["--warm-up-steps", "1", "--check-every", "1", "--steps", "2"]
-    assert train.main(["--cache", str(whole), *options]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(model_folder(whole))]
-
-    scores = iter(({},))  # the second check is where it is killed
-
-    def killed(*arguments: object) -> dict[str, float]:
-        for score in scores:
-            return score
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "packed_accuracy", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train.main(["--cache", str(cache), *options])
-    assert not model_folder(cache).exists()
-    assert train.main(["--cache", str(cache), *options]) == 0
-    assert {path.name for path in cache.iterdir()} == {path.name for path in whole.iterdir()}
-    weights = [(model_folder(each) / "model.safetensors").read_bytes() for each in (whole, cache)]
-    assert weights[0] == weights[1]
-    shutil.move(model_folder(cache), tmp_path / "2")
-    log = [json.loads(line) for line in (tmp_path / "2" / "training.jsonl").read_text().splitlines()]
-    assert any(record.get("resumed_at") == 1 for record in log)
-    monkeypatch.setattr(evaluate, "Packages", MadeUp)
-    monkeypatch.setattr(evaluate, "installed_concepts", lambda: made_up_concepts(cache))
-    capsys.readouterr()
-    assert evaluate.main(["--model", str(tmp_path / "2"), "--base", "3", "--stream", "2"]) == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(printed["frozen"]) == list(TASKS)
-    assert set(printed["base"]["test"]) == {"vendors", "overall", *FAMILIES}

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import string
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from inducekv_vllm.backbone.stored_facts import FactReader
-from inducekv_vllm.teaching import fact_of
-from inducekv_vllm.teaching import taught as taught_bundle
-from server.schemas import CorrectExampleRequest
-from server.teaching import _corrected
+from inducekv_vllm.teaching import FactList, fact_of
+from server.teaching import examples
 from tests.drawings import drawings
 from tests.engine.facts import asked_about
 from tests.engine.parity import Prompt, World
@@ -102,12 +103,13 @@ def test_the_list(server: str) -> None:
         newer = example("Cairo", id="newer", answer="other", expires_at="2999-01-01T00:00:00Z")
         assert teacher.teach(newer).json()["superseded"] == ["Cairo"]
         assert teacher.teach(example("Rome")).json()["superseded"] == []  # of the facts of this call
+        in_order = sorted([*CITIES, "newer", "Rome"])
         page = teacher.call("GET", params={"limit": 3}).json()
-        assert ([each["id"] for each in page["data"]], page["has_more"]) == (list(CITIES[:3]), True)
-        rest = teacher.call("GET", params={"after": CITIES[2]}).json()
-        assert [each["id"] for each in rest["data"]] == [*CITIES[3:], "newer", "Rome"]
+        assert ([each["id"] for each in page["data"]], page["has_more"]) == (in_order[:3], True)
+        rest = teacher.call("GET", params={"after": in_order[2]}).json()
+        assert [each["id"] for each in rest["data"]] == in_order[3:]
         assert not rest["has_more"]
-        by_id = {each["id"]: each for each in rest["data"]}
+        by_id = {each["id"]: each for each in page["data"] + rest["data"]}
         assert by_id["Cairo"]["superseded_by"] == "newer"
         assert by_id["newer"]["answer"] == "other"
         assert teacher.answer(asked("Cairo")) == ("other", ["newer"])
@@ -116,7 +118,35 @@ def test_the_list(server: str) -> None:
         assert teacher.answer(asked("Cairo")) == ("back", ["Cairo"])
         url = f"{server}/v1/memory_bundles/listed/examples"
         assert httpx.get(url).json()["data"][0]["answer"] is None  # not for everybody
-        assert httpx.get(url, params={"after": "nothing"}).status_code == 404
+        after = in_order[2]
+        for id in in_order[3:]:  # page by page, whoever forgets them meanwhile
+            page = teacher.call("GET", params={"after": after, "limit": 1}).json()
+            after = page["data"][0]["id"]
+            assert (after, teacher.call("DELETE", f"/{after}").status_code) == (id, 200)
+        assert teacher.call("GET", params={"after": after}).json()["data"] == []
+        assert [each["id"] for each in teacher.call("GET").json()["data"]] == in_order[:3]
+
+
+def test_a_list_keeps_no_request_waiting() -> None:
+    """It is made beside the event loop, once for a version."""
+    made = list[int]()
+
+    class Memory(SimpleNamespace):
+        digest = "d"
+
+        @property
+        def fact_list(self) -> FactList:
+            made.append(threading.get_ident())
+            return FactList([fact_of("Who?", "a", id="b")])
+
+    state = SimpleNamespace(
+        inducekv_registry=SimpleNamespace(memory=lambda name: Memory()),
+        inducekv_access=SimpleNamespace(is_admin=lambda key: False),
+    )
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
+    answer = json.loads(asyncio.run(examples("n", request, None, "", 10)).body)
+    assert ([each["id"] for each in answer["data"]], answer["has_more"]) == (["b"], False)
+    assert made != [threading.get_ident()]
 
 
 def test_wordings(server: str) -> None:
@@ -169,94 +199,6 @@ def test_wordings_are_taken_away(server: str) -> None:
         assert teacher.call("PATCH", "/Rome", json={"without": words[:1]}).status_code == 200
         assert (teacher.answer(words[0])[1], teacher.answer(words[1])[1]) == ([], ["Rome"])
         assert {each["id"]: each["also"] for each in teacher.call("GET").json()["data"]}["Rome"] == words[1:]
-
-
-def test_the_model_proposes_wordings(server: str) -> None:
-    """One that has learned nothing proposes nothing of use, and the answer says so."""
-    with taught(server, "proposing") as teacher:
-        made = teacher.teach(example("Rome", propose=4), example("Bonn"), example("Bern", propose=1))
-        assert made.status_code == 200, made.text
-        assert made.json()["proposed"] == {"Rome": [], "Bern": []}
-        assert teacher.teach(example("Kiev")).json()["proposed"] == {}
-        assert teacher.answer(asked("Rome")) == ("emoR", ["Rome"])
-        listed = {each["id"]: (each["also"], each["proposed"]) for each in teacher.call("GET").json()["data"]}
-        assert listed["Rome"] == ([], [])
-        digest = teacher.cards()["proposing"]["digest"]
-        for wrong in (0, 9, -1, 1.5, "4", True):
-            assert teacher.teach(example("Oslo", propose=wrong)).status_code == 400
-        refused = teacher.teach(*(example(f"Town {n}", propose=8) for n in range(33)))
-        reason = "at most 256 wordings are proposed for one request, found 264"
-        assert (refused.status_code, reason in refused.text) == (400, True)
-        prompt = asked_about(drawings(1, 1))[0]
-        refused = teacher.teach(example("Lima"), example("part", messages=prompt.messages, propose=2))
-        reason = "example 'part': no wordings are proposed of a question with pictures"
-        assert (refused.status_code, reason in refused.text) == (400, True)
-        long = [{"role": "user", "content": "What is it? " * 1600}]
-        refused = teacher.teach(example("Lima", messages=long, propose=2))
-        assert (refused.status_code, "example 'Lima': no wordings can be proposed" in refused.text) == (400, True)
-        assert teacher.cards()["proposing"]["digest"] == digest
-
-
-def test_what_the_model_proposed_is_of_its_question(world: World) -> None:
-    """Another question takes it away, and a user who writes it owns it."""
-    reader, words = FactReader.of(world.model), ("Which code does Lima have?", "Tell me Lima's code")
-    also = ("Letters of Lima?", *words)
-    fact = fact_of("What is the code of Lima?", "LIM", id="Lima", also=also)
-    bundle = taught_bundle(None, [fact.model_copy(update={"proposed": words})], reader)
-
-    def corrected(**body: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        request = CorrectExampleRequest(**body)
-        other = None if request.messages is None else ("What is the code of Peru?", None)
-        made = _corrected(bundle, reader, example_id="Lima", asked=other, body=request)
-        return made.metadata.facts[0].also, made.metadata.facts[0].proposed
-
-    assert corrected(answer="new") == (also, words)
-    assert corrected(also=[words[0]]) == (also, words[1:])
-    assert corrected(without=[words[0]]) == ((also[0], words[1]), words[1:])
-    assert corrected(messages=example("Peru")["messages"]) == (also[:1], ())
-
-
-def test_strictness(server: str) -> None:
-    """Of the bundle, unless the request has its own; a decision by one is not taken for another's."""
-    teacher, name = Teacher(server, "strictness"), "strictness"
-    question = "Which port does the staging database listen on?"
-    fact = example("port", messages=[{"role": "user", "content": question}])
-    assert teacher.teach(fact).status_code == 200
-    more, less = "Which port does our staging database listen on today?", "port of the staging server"
-
-    def found(asked: str, strictness: str | None = None) -> tuple[list[str], str]:
-        own = {} if strictness is None else {"inducekv_strictness": strictness}
-        trace = teacher.server.ask(name, asked, trace=True, max_tokens=2, vllm_xargs=own).trace
-        assert trace is not None
-        return [each["id"] for each in trace["facts"]], trace["strictness"]
-
-    for _ in range(2):  # the second time, decisions are known
-        assert found(more) == (["port"], "normal")
-        assert found(more, "strict") == ([], "strict")
-        assert found(less) == ([], "normal")
-        assert found(less, "lenient") == (["port"], "lenient")
-    assert teacher.cards()[name]["strictness"] == "normal"
-
-    changed = teacher.call("POST", json={"strictness": "lenient"})
-    assert (changed.status_code, changed.json()["ids"], changed.json()["facts"]) == (200, [], 1)
-    assert found(less) == (["port"], "lenient")
-    assert found(less, "normal") == ([], "normal")
-    assert teacher.call("PATCH", "/port", json={"answer": "5433"}).status_code == 200
-    assert teacher.teach(example("Lima")).status_code == 200
-    assert teacher.cards()[name]["strictness"] == "lenient"
-
-    url = f"{server}/v1/chat/completions"
-    for wrong in ("loose", "", 1, 0.5):
-        body = {"model": name, "messages": [{"role": "user", "content": more}], "max_tokens": 1}
-        refused = httpx.post(url, json={**body, "vllm_xargs": {"inducekv_strictness": wrong}})
-        reason = f"inducekv_strictness must be strict, normal or lenient, found {wrong!r}"
-        assert (refused.status_code, reason in refused.json()["error"]["message"]) == (400, True), refused.text
-    for body in ({"strictness": "loose"}, {}, {"examples": []}):
-        assert teacher.call("POST", json=body).status_code == 400
-    nothing = Teacher(server, "nothing").call("POST", json={"strictness": "strict"})
-    assert (nothing.status_code, "neither entries nor task adapters nor facts" in nothing.text) == (400, True)
-    assert teacher.unload(name).status_code == 200
-    teacher.wait_until_drained()
 
 
 def test_it_is_said_as_stored_whatever_the_sampling(server: str) -> None:
@@ -409,7 +351,7 @@ SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"examples": []}, "nothing to teach: expected examples or strictness, found neither"),
+        ({"examples": []}, "at least 1 item"),
         ({"examples": [example("Lima")] * 2}, "'Lima' occurs more than once"),
         ({"examples": [example("Lima", answer="")]}, "at least 1 character"),
         ({"examples": [example("Lima", answer="so " * 300)]}, "its answer has"),

@@ -6,4 +6,6 @@ engine.py       the engine that it asks
 seeds_table.py  how it prints what it finds
 size.py         time and memory beside many facts
 teaching.py     over HTTP, beside running streams: from the call to the first right answer
+
+common_words.py and related_words.py make the files of `inducekv_vllm/facts/languages` that were counted or derived.
 """

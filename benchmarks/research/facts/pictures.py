@@ -95,7 +95,8 @@ class Asked:
     def teach(self, pictures: Mapping[str, Picture]) -> ServedBundle:
         states = {name: self.offline.picture_state([_turn(each, QUESTION)]) for name, each in pictures.items()}
         facts = [fact_of(QUESTION, name, id=name, picture=state) for name, state in states.items()]
-        return self.offline.teach(facts, self._folder / "facts.safetensors")
+        memory, _ = self.offline.teach(facts, self._folder / "facts.safetensors")
+        return memory
 
     def found(self, memory: ServedBundle, pictures: Sequence[Picture]) -> list[str | None]:
         """The fact that is found for each."""

@@ -1,7 +1,7 @@
 """Facts on other people's questions: what is answered from the memory, and what must stay untouched.
 
     python -m benchmarks.research.facts.public --data DIR [--sizes 100 1000 10000] [--only NAME ...]
-        [--strictness strict normal lenient] [--output FILE]
+        [--output FILE]
 
 DIR has a folder for each set, with JSON lines (`.jsonl` or `.jsonl.gz`) of these forms:
 
@@ -32,7 +32,7 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.machine import describe_machine
-from inducekv_vllm.facts import NORMAL, STRICTNESS, QuestionIndex, Strictness, same_words
+from inducekv_vllm.facts import QuestionIndex, same_words
 
 RESULTS: Final = Path(__file__).parents[2] / "results" / "facts_public.json"
 SIZES: Final = (100, 1000, 10_000)
@@ -74,9 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="the folder with a folder for each set")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="facts taught at a time (%(default)s)")
     parser.add_argument("--only", nargs="+", help="sets (default: all, and all together)")
-    parser.add_argument(
-        "--strictness", nargs="+", choices=tuple(STRICTNESS), default=["normal"], help="of the rule (%(default)s)"
-    )
     parser.add_argument("--seed", type=int, default=0, help="of which facts a smaller size has (%(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file (%(default)s)")
     options = parser.parse_args(arguments)
@@ -89,10 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         taught = taught_of(each)
         for size in [size for size in options.sizes if size < len(taught)] + [len(taught)]:
             chosen_facts = Random(options.seed).sample(taught, size) if size < len(taught) else taught
-            for name in options.strictness:
-                row = measured(each, chosen_facts, outside, STRICTNESS[name])
-                found.append({"strictness": name, **row})
-                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+            found.append(measured(each, chosen_facts, outside))
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     options.output.write_text(json.dumps({"machine": describe_machine(), "rows": found}, indent=1) + "\n")
     print(table(found))
     return 0
@@ -141,9 +136,7 @@ def taught_of(facts: FactSet) -> list[Fact]:
     return list({same_words(fact.question): fact for fact in taught}.values())
 
 
-def measured(
-    facts: FactSet, taught: Sequence[Fact], outside: Mapping[str, Sequence[str]], strictness: Strictness = NORMAL
-) -> dict[str, Any]:
+def measured(facts: FactSet, taught: Sequence[Fact], outside: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """One row of the table: shares by what was asked."""
     known = {same_words(fact.question): fact for fact in taught}
     index, seconds = QuestionIndex([fact.question for fact in taught]), list[float]()
@@ -151,7 +144,7 @@ def measured(
 
     def ask(text: str) -> Fact | None:
         began = time.perf_counter()
-        found = index.find(text, strictness=strictness)
+        found = index.find(text)
         seconds.append(time.perf_counter() - began)
         return taught[found.number] if found is not None and found.comparison.is_asked else None
 
@@ -189,9 +182,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
         others = ", ".join(
             f"{name} {share['share']:.3f} of {share['of']:,}" for name, share in shares.items() if name not in first
         )
-        strictness = row.get("strictness", "normal")
-        name = row["set"] if strictness == "normal" else f"{row['set']}, {strictness}"
-        lines.append(f"| {name} | {row['facts']:,} | {' | '.join(cells)} | {others} | {row['ms']:.2f} |")
+        lines.append(f"| {row['set']} | {row['facts']:,} | {' | '.join(cells)} | {others} | {row['ms']:.2f} |")
     return "\n".join(lines)
 
 

@@ -13,7 +13,6 @@ from benchmarks.real.sources import Packages
 from benchmarks.real.stream import items_of
 from benchmarks.real.tasks import REMEMBERED, TASKS
 from inducekv_vllm.errors import ConfigError
-from tests.tiny_families import FAMILIES
 from tests.unit.benchmarks.made_up_packages import MadeUp
 
 RESULTS = Path(base.__file__).parents[1] / "results"
@@ -90,20 +89,3 @@ def test_the_chosen_families_are_those_that_were_measured() -> None:
     assert list(families) == list(base.FAMILIES)
     assert measured["enough"] == base.ENOUGH
     assert {name for name, row in families.items() if row["first_half"] >= base.ENOUGH} == set(base.CHOSEN)
-
-
-def test_the_command_measures_both_halves_of_every_family(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """On a tiny random model, which knows nothing."""
-    model = FAMILIES["llama"](tmp_path / "model")
-    monkeypatch.setattr(base, "Packages", MadeUp)
-    monkeypatch.setattr(base, "FAMILIES", {name: base.FAMILIES[name] for name in base.CHOSEN})
-    out = tmp_path / "base.json"
-    assert base.main(["--model", str(model), "--questions", "2", "--output", str(out)]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads(out.read_text())
-    assert list(printed["families"]) == list(base.CHOSEN)
-    assert all(row["questions"] == [2, 2] and not row["chosen"] for row in printed["families"].values())
-    assert base.main(["--model", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("benchmarks.real.base: error: ")

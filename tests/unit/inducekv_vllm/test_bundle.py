@@ -32,7 +32,6 @@ from inducekv_vllm.bundle import (
     file,
     read_bundle,
     sign_digest,
-    with_metadata,
     write_bundle,
 )
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
@@ -103,8 +102,7 @@ def test_round_trip_keeps_every_bit(path: Path, bundle: Bundle) -> None:
 
 
 def test_values_of_another_size_than_keys(path: Path) -> None:
-    """Latents (MLA). What has one size for both is stored as it was before."""
-    assert "value_dim" not in json.dumps(PLAIN.metadata.model_dump(mode="json"))
+    """Latents (MLA)."""
     assert PLAIN.metadata.backbone.num_features == J * D
     backbone = FINGERPRINT.model_copy(update={"value_dim": D - 2})
     gate = random_gate(backbone)
@@ -174,7 +172,6 @@ def test_created_tensors_are_copies() -> None:
         {"adapter": "a"},
         {"parent_digest": "f" * 64},
         {"budget": 6},
-        {"strictness": "lenient"},
         {"backbone": FINGERPRINT.model_copy(update={"tokenizer_digest": "1" * 64})},
         {"entries": tuple(EntryRecord(id=f"x{i}", task="t", source_digest="ab") for i in range(5))},
     ],
@@ -182,17 +179,6 @@ def test_created_tensors_are_copies() -> None:
 )
 def test_every_difference_changes_the_digest(changes: dict[str, Any]) -> None:
     assert random_bundle(**changes).digest != PLAIN.digest
-
-
-def test_the_usual_strictness_is_not_written(path: Path) -> None:
-    """Files and digests are as before there was any."""
-    usual = with_metadata(random_bundle(strictness="strict"), strictness="normal")
-    assert usual.digest == PLAIN.digest
-    write_bundle(usual, path)
-    assert b"strictness" not in path.read_bytes()
-    assert read_bundle(path).metadata.strictness == "normal"
-    with pytest.raises(BundleError, match="strictness must be strict, normal or lenient, found 'loose'"):
-        with_metadata(PLAIN, strictness="loose")
 
 
 def _gate(name: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -385,7 +371,6 @@ def test_tensors_that_cannot_be_used(
         ({"entries": raw(PLAIN)[1]["entries"][:4]}, "retrieval_keys must be F16 [4, 16], found F16 [5, 16]"),
         ({"payload_tokens": 8}, "payload_keys must be F16 [3, 5, 2, 8, 8]"),
         ({"surprise": 1}, "surprise"),
-        ({"strictness": "loose"}, "strictness: Input should be 'strict', 'normal' or 'lenient'"),
         ({"backbone": raw(PLAIN)[1]["backbone"] | {"num_layers": 10**30}}, "metadata: backbone.num_layers"),
     ],
 )

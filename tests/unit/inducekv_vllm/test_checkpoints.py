@@ -29,15 +29,10 @@ from transformers import (
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.backbone.quantization import rounds_activations
-from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import UnsupportedModel
 from selector.backbone.loading import require_trainable_attention
 from selector.backbone.model import Backbone
-from selector.cli.bundle import main as bundle_command
-from selector.cli.select import main as select
-from tests.bundles import random_bundle
 from tests.quantized import METHODS
-from tests.task_data import record
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import save_tiny_llava, save_tiny_text_model
 
@@ -266,41 +261,3 @@ def test_attention_with_other_projections(missing: str, llama: Path) -> None:
     setattr(network.model.layers[1].self_attn, missing, None)
     with pytest.raises(UnsupportedModel, match="some: memory needs attention with k_proj and v_proj"):
         require_trainable_attention(network, "some")
-
-
-def text_examples(path: Path, task: str) -> Path:
-    """A file of examples whose messages are plain strings."""
-    rows = [
-        record(row, id=f"{task}{row}", task=task, messages=[{"role": "user", "content": f"{task} {row}?"}])
-        for row in range(4)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_every_command_refuses_them(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With status 2 and one line that names the folder, before anything is trained, served or written."""
-    without_tokenizer(copy)
-    bundle, output = tmp_path / "bundle.safetensors", tmp_path / "out.safetensors"
-    write_bundle(random_bundle(), bundle)
-    task, base = text_examples(tmp_path / "task.jsonl", "task"), text_examples(tmp_path / "base.jsonl", "base")
-    made = [f"--model={copy}", f"--output={output}"]
-    data = [f"--task={task}", "--budget=1"]
-    commands: dict[str, Callable[[], int | None]] = {
-        "inducekv-select": lambda: select([*made, *data, f"--anchors={tmp_path / 'anchors'}", f"--base={base}"]),
-        "inducekv-bundle route": lambda: bundle_command(
-            ["route", *made, f"--base={base}", f"--adapter=t={tmp_path}:{task}"]
-        ),
-        "inducekv-bundle verify": lambda: bundle_command(["verify", str(bundle), f"--model={copy}"]),
-    }
-    before = sorted(tmp_path.rglob("*"))
-    for name, run in commands.items():
-        try:
-            status: Any = run()
-        except SystemExit as end:
-            status = end.code
-        *_, line = capsys.readouterr().err.splitlines()
-        assert status == 2, name
-        expected = f"{name.split()[0]}: error: {copy}: the model has no tokenizer: expected tokenizer.json"
-        assert line.startswith(expected), name
-    assert sorted(tmp_path.rglob("*")) == before

@@ -79,21 +79,6 @@ class TestEvidence:
         gate = random_gate(floors=torch.zeros(2, 4))
         assert not gate.token_scores.evidence(gate.center[None]).any()
 
-    def test_the_sums_of_two_ranks(self) -> None:
-        gate, values = random_gate(), torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(0))
-        scores, parts = gate.token_scores, (slice(0, 8), slice(8, 16))
-        ranks = [
-            TokenScores(scores.center[:, p], scores.scale[:, p], scores.prototypes[:, :, p], scores.floors)
-            for p in parts
-        ]
-        sums: list[torch.Tensor] = []
-        for rank, part in zip(ranks, parts, strict=True):
-            rank.evidence(values[:, :, part], lambda own: sums.append(own) or own)
-        total = sums[0] + sums[1]
-        for rank, part in zip(ranks, parts, strict=True):
-            found = rank.evidence(values[:, :, part], lambda own: total)
-            torch.testing.assert_close(found, scores.evidence(values), rtol=0, atol=1e-6)
-
 
 class TestRule:
     def test_it_is_its_definition(self) -> None:

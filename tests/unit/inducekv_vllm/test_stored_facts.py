@@ -12,7 +12,7 @@ import pytest
 
 from inducekv_vllm.backbone.stored_facts import AskedQuestion, FactReader, StoredFacts
 from inducekv_vllm.bundle import FactRecord
-from inducekv_vllm.facts import FactFound, FactMissed, StrictnessName, packed, unpacked
+from inducekv_vllm.facts import FactFound, FactMissed, packed, unpacked
 from inducekv_vllm.teaching import fact_of
 from tests.tiny_families import FAMILIES
 
@@ -27,18 +27,10 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> FactReader:
 class Bundle:
     """Facts behind a gate of some tasks, and prompts that ask for them."""
 
-    def __init__(
-        self,
-        reader: FactReader,
-        facts: Collection[FactRecord],
-        gate_tasks: Collection[str] = (),
-        strictness: StrictnessName = "normal",
-    ) -> None:
+    def __init__(self, reader: FactReader, facts: Collection[FactRecord], gate_tasks: Collection[str] = ()) -> None:
         self.reader, self.facts = reader, list(facts)
         tasks = tuple(dict.fromkeys(fact.task for fact in facts))
-        metadata: Any = SimpleNamespace(
-            facts=tuple(facts), gate_tasks=tuple(gate_tasks), fact_tasks=tasks, strictness=strictness
-        )
+        metadata: Any = SimpleNamespace(facts=tuple(facts), gate_tasks=tuple(gate_tasks), fact_tasks=tasks)
         self.stored = StoredFacts(metadata, reader)
 
     def find(self, *turns: str, begun: str = "", **options: Any) -> FactFound | FactMissed | None:
@@ -79,23 +71,6 @@ def test_a_begun_answer_is_gone_on_with(reader: FactReader) -> None:
     assert bundle.find(question, begun="The code") == FactFound(
         0, 1.0, withheld="the request begins the answer in another way"
     )
-
-
-def test_strictness_is_the_bundles_unless_the_prompt_has_its_own(reader: FactReader) -> None:
-    facts, question = [of("Lima"), of("Oslo")], "What is the secret code of Lima?"
-    usual, lenient = Bundle(reader, facts), Bundle(reader, facts, strictness="lenient")
-    assert (usual.found(question), lenient.found(question)) == (None, "codes/Lima")
-    assert usual.found(question, strictness="lenient") == "codes/Lima"
-    for other in ("strict", "normal"):
-        assert lenient.found(question, strictness=other) is None
-
-
-def test_behind_a_gate_strict_facts_are_told_by_all_words(reader: FactReader) -> None:
-    bundle = Bundle(reader, [of(city) for city in ("Lima", "Oslo", "Quito", "Cairo")], gate_tasks=["codes"])
-    question = "How do couriers abbreviate Lima?"
-    assert bundle.found(question, fact_tasks=["codes"]) == "codes/Lima"
-    assert bundle.found(question, fact_tasks=["codes"], strictness="strict") is None
-    assert bundle.found("Tell me the code of Lima", fact_tasks=["codes"], strictness="strict") == "codes/Lima"
 
 
 def test_a_miss_names_the_nearest(reader: FactReader) -> None:

@@ -129,6 +129,17 @@ def test_no_cycle_at_any_level(parent: str) -> None:
         pytest.fail(f"in {parent or 'the repository'}: {' imports '.join(reversed(error.args[1]))}")
 
 
+def test_what_serves_needs_nothing_of_the_extra_that_teaches() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["teach"]
+    users: dict[str, set[str]] = {name: set() for name in extra}
+    for module in modules().values():
+        for each in imports_of(module.path):
+            users.get(each.name.partition(".")[0], set()).add(package_of(module.name))
+    for name, packages in users.items():
+        assert packages <= {"selector", "benchmarks"}, f"{name} is imported in {sorted(packages)}"
+        assert "selector" in packages, f"{name} is not imported where it is taught"
+
+
 def without_vllm() -> set[str]:
     """The modules of inducekv_vllm that import no vLLM, neither themselves nor through another module."""
     half = {name for name in modules() if package_of(name) == "inducekv_vllm"}

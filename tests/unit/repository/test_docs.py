@@ -34,7 +34,8 @@ from tests.pages import (
 OUR_PACKAGES = ("inducekv_vllm", "selector", "server", "benchmarks", "tests")
 OUR_PATH = re.compile(rf"(?:{'|'.join(OUR_PACKAGES)}|docs|docker)/[\w./-]*")
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-SCRIPT_MODULES = {name: target.partition(":")[0] for name, target in SCRIPTS.items()}
+# What `selector.cli.entry` runs has the parser.
+SCRIPT_MODULES = {name: target.replace("entry:", "").partition(":")[0] for name, target in SCRIPTS.items()}
 NESTED = ("audit",)  # commands with subcommands of their own
 WITH_SUBCOMMANDS = (
     "selector.cli.bundle",

@@ -8,20 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.imports import ROOT
 from tests.verified import (
-    LEFT_OUT,
-    RESEARCH,
-    VERIFIED,
     is_verified,
-    pytest_configure,
-    pytest_configure_node,
-    pytest_ignore_collect,
     verify,
 )
 
@@ -102,11 +94,6 @@ def test_a_file_that_comes_moves_or_goes_counts(root: Path) -> None:
     assert is_verified(root)
 
 
-def test_nothing_written_down_is_not_verified(root: Path) -> None:
-    (root / VERIFIED).unlink()
-    assert not is_verified(root)
-
-
 def passed(root: Path, *arguments: str) -> tuple[int, bool]:
     """How many tests pass, and whether the summary says that research is left out."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
@@ -130,15 +117,3 @@ def test_research_runs_where_it_is_asked_for(root: Path) -> None:
     assert passed(root, "tests/research") == passed(root, "tests/research/test_facts.py::test_facts") == (1, False)
     assert passed(root, "-m", "research") == (1, False)
     assert passed(root, "-m", "not slow") == (2, False)
-
-
-@pytest.mark.parametrize("left_out", [True, False])
-def test_a_worker_does_as_it_is_told(left_out: bool) -> None:
-    """What the first process decided holds, whatever the files are when a worker begins."""
-    node: Any = SimpleNamespace(workerinput={}, config=SimpleNamespace(stash=pytest.Stash()))
-    node.config.stash[LEFT_OUT] = left_out
-    pytest_configure_node(node)
-    worker: Any = SimpleNamespace(workerinput=node.workerinput, stash=pytest.Stash())
-    pytest_configure(worker)
-    assert pytest_ignore_collect(RESEARCH, worker) is (True if left_out else None)
-    assert pytest_ignore_collect(RESEARCH.parent, worker) is None

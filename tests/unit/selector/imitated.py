@@ -20,14 +20,16 @@ class Request:
 
 
 @contextmanager
-def imitated_server(answer: Callable[[Request], tuple[int, Any]]) -> Iterator[str]:
-    """Yields the address; `answer` gives the status and, as JSON, the body; of a redirect, where to."""
+def imitated_server(answer: Callable[[Request], tuple[int, Any] | None]) -> Iterator[str]:
+    """Yields the address; `answer` gives the status and, as JSON, the body; of a redirect, where to; None hangs up."""
 
     class Handler(BaseHTTPRequestHandler):
         def reply(self) -> None:
             sent = self.rfile.read(int(self.headers.get("Content-Length", "0")))
             body = json.loads(sent) if sent else None
-            status, answered = answer(Request(self.path, self.headers, body, self.command))
+            if (found := answer(Request(self.path, self.headers, body, self.command))) is None:
+                return
+            status, answered = found
             self.send_response(status)
             if 300 <= status < 400:
                 self.send_header("Location", answered)

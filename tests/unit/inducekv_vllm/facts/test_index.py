@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import OSA
 
-from inducekv_vllm.facts import NORMAL, SAME, Comparison, QuestionIndex, same_words
+from inducekv_vllm.facts import SAME, Comparison, QuestionIndex, same_words
 from inducekv_vllm.facts.language import language_of
 from inducekv_vllm.facts.question import read
 from inducekv_vllm.facts.rule import compare
@@ -298,7 +298,7 @@ def one_by_one(questions: list[str], request: str) -> list[Comparison]:
     for question in questions:
         language = language_of(question)
         same = same_words(question) == same_words(request)
-        compared = compare(read(question, language), read(request, language), language, {}, NORMAL)
+        compared = compare(read(question, language), read(request, language), language, {})
         found.append(SAME if same else compared)
     return found
 

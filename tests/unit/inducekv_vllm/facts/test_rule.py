@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inducekv_vllm.facts import NORMAL, STRICTNESS, Comparison, QuestionIndex, Strictness
+from inducekv_vllm.facts import Comparison, QuestionIndex
 from inducekv_vllm.facts.language import language_of
 from inducekv_vllm.facts.question import read
 from inducekv_vllm.facts.rule import compare
@@ -18,9 +18,9 @@ WARRANTY = "How long is the warranty of the AX-200 router?"
 ON_CALL = "Who is the on-call engineer for payments next week?"
 
 
-def compared(stored: str, asked: str, strictness: Strictness = NORMAL) -> Comparison:
+def compared(stored: str, asked: str) -> Comparison:
     language = language_of(stored)
-    return compare(read(stored, language), read(asked, language), language, {}, strictness)
+    return compare(read(stored, language), read(asked, language), language, {})
 
 
 def why(stored: str, asked: str) -> str | None:
@@ -228,27 +228,3 @@ def test_what_is_missing_and_what_is_new() -> None:
     nothing = compared(DATABASE, "Good morning!")
     assert not nothing.is_asked
     assert nothing.closeness == 0
-
-
-def test_a_stricter_rule_accepts_less() -> None:
-    asked = ["staging database port", "Which port does our staging database listen on today?", "the staging port"]
-    for question in asked:
-        loose, usual, strict = (
-            compared(DATABASE, question, each)
-            for each in (Strictness(said=0.2, more=0.6, both=0.5), NORMAL, Strictness(said=0.95, more=0.01, both=0.0))
-        )
-        assert loose.is_asked >= usual.is_asked >= strict.is_asked
-        assert (loose.said, loose.more) == (usual.said, usual.more) == (strict.said, strict.more)
-
-
-@pytest.mark.parametrize(
-    ("asked", "accepted"),
-    [
-        ("staging database port", ["strict", "normal", "lenient"]),
-        ("Which port does our staging database listen on today?", ["normal", "lenient"]),
-        ("port of the staging server", ["lenient"]),
-        ("Who owns the staging database?", []),
-    ],
-)
-def test_named_strictness(asked: str, accepted: list[str]) -> None:
-    assert [name for name, each in STRICTNESS.items() if compared(DATABASE, asked, each).is_asked] == accepted

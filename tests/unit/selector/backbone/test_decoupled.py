@@ -1,28 +1,24 @@
-"""Decoupled injection: by hand, tiled against plain in outputs and gradients, and inside a model."""
+"""Decoupled injection: by hand, and inside a model."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import selector.backbone.tiled_attention as tiled
 from inducekv_vllm.bundle.activation import ACTIVATIONS, first_active_position
 from selector.backbone.generation import generate, score
 from selector.backbone.injection import TensorMemory, Terms, attend, attend_decoupled, injected, mapped
 from selector.backbone.model import Backbone, Inputs
-from selector.backbone.tiled_attention import attend_decoupled_tiled
 from selector.data.examples import read_task
 from tests.unit.selector.backbone.memories import decoupled_memory, random_memory
 
-n, H, J, T, D, d, B, m, L = 3, 4, 2, 5, 16, 12, 7, 3, 2
-TRAINED = ("query", "payload_keys", "payload_values", "value_gates", "layer_bias", "temperature")
+T = 5
 
 
 def test_one_head_by_hand() -> None:
@@ -65,55 +61,6 @@ def test_a_map_by_hand() -> None:
         alpha = math.exp(log_weight[request, entry]) * value_scale[request, entry]
         expected[request, token, 2 * head : 2 * head + 2, 0] += -1.25 * alpha * added
     torch.testing.assert_close(mapped(own, memory, terms, layer=0), expected)
-
-
-def inputs_of(dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    inputs = {
-        "query": draw(n, H, T, D),
-        "query_keys": torch.nn.functional.normalize(draw(n, d), dim=1),
-        "retrieval_keys": torch.nn.functional.normalize(draw(B, d), dim=1),
-        "payload_keys": draw(L, B, J, m, D),
-        "payload_values": draw(L, B, J, m, D),
-        "temperature": torch.tensor(0.2, dtype=torch.float64),
-        "value_gates": draw(L),
-        "layer_bias": draw(L),
-    }
-    return {name: tensor.to(dtype).requires_grad_(name in TRAINED) for name, tensor in inputs.items()}
-
-
-def run(attend: Any, inputs: dict[str, Tensor], weighting: Any) -> Tensor:
-    names = ("retrieval_keys", "payload_keys", "payload_values", "temperature", "value_gates", "layer_bias")
-    memory = TensorMemory(**{name: inputs[name] for name in names}, weighting=weighting, form="decoupled")
-    terms = memory.terms(inputs["query_keys"], top_k=5)
-    return attend(inputs["query"], 0.3, memory, terms, layer=1)
-
-
-@pytest.mark.parametrize("weighting", ["prior", "uniform"])
-@pytest.mark.parametrize("tile_elements", [1, 2**19])
-def test_tiles_give_the_plain_outputs_and_gradients(
-    weighting: str, tile_elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiled, "TILE_ELEMENTS", tile_elements)
-    plain_inputs, tiled_inputs = inputs_of(torch.float64), inputs_of(torch.float64)
-    plain, in_tiles = (
-        run(attend_decoupled, plain_inputs, weighting),
-        run(attend_decoupled_tiled, tiled_inputs, weighting),
-    )
-    torch.testing.assert_close(in_tiles, plain, rtol=0, atol=1e-12)
-    for output in (plain, in_tiles):
-        (output * torch.arange(output.numel()).view_as(output).cos()).sum().backward()
-    for name in TRAINED:
-        if weighting == "uniform" and name == "temperature":
-            continue  # retrieval weights do not count
-        gradient = plain_inputs[name].grad
-        assert gradient is not None
-        assert gradient.abs().max() > 0
-        torch.testing.assert_close(tiled_inputs[name].grad, gradient, rtol=1e-9, atol=1e-12)
 
 
 # Inside a model

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from inducekv_vllm.backbone.turns import turn_marks
-from inducekv_vllm.errors import UnsupportedModel
 from selector.backbone import tails
 from selector.backbone.generation import answer_logprobs
 from selector.backbone.injection import TensorMemory, Terms
@@ -110,8 +108,3 @@ def test_what_a_gate_sees_is_that_of_the_layers_with_attention(hybrid: Backbone,
         torch.allclose(mean[0], kept[0][0, at : at + of_text].float().mean(0), atol=1e-4)
         for at in range(kept[0].shape[1])
     )
-
-
-def test_a_hybrid_is_no_model_for_merged_memory(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="full attention in every layer, found it in 2 of 8: make decoupled"):
-        Backbone.load(save_lfm2(tmp_path)).require_full_attention()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -89,12 +87,3 @@ def test_models_that_cannot_be_used(tmp_path: Path, model_folders: dict[str, Pat
         Backbone.load(tmp_path)
     with pytest.raises(ConfigError, match="device"):
         Backbone.load(model_folders["llava"], device="cuda:77")
-    sliding = Path(shutil.copytree(model_folders["llava"], tmp_path / "sliding"))
-    config = json.loads((sliding / "config.json").read_text())
-    config["text_config"] |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
-    config["text_config"].pop("layer_types", None)
-    (sliding / "config.json").write_text(json.dumps(config))
-    windowed = Backbone.load(sliding)
-    assert windowed.full_layers == (0,)
-    with pytest.raises(UnsupportedModel, match=r"merged memory needs full attention .* a sliding window in 2 of 3"):
-        windowed.require_full_attention()

@@ -1,4 +1,4 @@
-"""Tiled attention against `injection.attend`, in outputs and in every gradient."""
+"""Tiled attention against the plain one of `injection`, in outputs and in every gradient."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 import selector.backbone.tiled_attention as module
 from inducekv_vllm.retrieval.entry_terms import Weighting
 from selector.backbone.generation import score
-from selector.backbone.injection import TensorMemory, attend
+from selector.backbone.injection import TensorMemory, attend, attend_decoupled
 from selector.backbone.model import Backbone
-from selector.backbone.tiled_attention import attend_tiled, tiled_attention
+from selector.backbone.tiled_attention import attend_decoupled_tiled, attend_tiled, tiled_attention
 from selector.data.examples import Example
 from selector.paper.calibration import leaf
 from tests.unit.selector.backbone.memories import every_setting, random_memory
@@ -99,6 +99,24 @@ def test_tiles_give_the_outputs_and_gradients_of_the_reference(
     found = gradients(attend_tiled, case(dtype), weighting, **settings)
     assert set(expected) == {"output", *VARIABLES}
     assert_near(found, expected, tolerance)
+
+
+@pytest.mark.parametrize("weighting", ["prior", "uniform"])
+@pytest.mark.usefixtures("tiles")
+def test_tiles_of_decoupled_memory(weighting: Weighting) -> None:
+    def beside(attend: Attend) -> Attend:
+        return lambda query, key, value, visible, scaling, memory, *rest: attend(
+            query, scaling, replace(memory, form="decoupled"), *rest
+        )
+
+    variables = ("query", "payload_keys", "payload_values", "value_gates", "layer_bias")
+    variables += ("temperature",) if weighting == "prior" else ()  # else retrieval weights do not count
+    expected, found = (
+        gradients(beside(attend), case(torch.float64, variables), weighting, top_k=9)
+        for attend in (attend_decoupled, attend_decoupled_tiled)
+    )
+    assert all(gradient.any() for gradient in expected.values())
+    assert_near(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("weighting", ["sqrt", "prior"])

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from inducekv_vllm.bundle import Gate, read_bundle
 from selector.backbone import token_values
+from selector.cli.asking import facts_in
+from selector.client import Answer
 from selector.data.examples import read_task
 from selector.update.accuracy import Accuracy, accuracies
 from tests.unit.selector.cli.bundle_command import command, refuse
@@ -93,7 +95,7 @@ def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
         asked.append((request.body["model"], request.body["max_tokens"], request.body["temperature"]))
         if request.body["model"] == "base":
             return 200, {"choices": [{"message": {"content": None}}]}
-        facts = [{"id": "keepers/1"}] if "tower" in str(request.body["messages"]) else []
+        facts = [{"id": "keepers/1", "withheld": None}] if "tower" in str(request.body["messages"]) else []
         traced = {"choices": [{"message": {"content": "Ann"}}], "kv_transfer_params": {"inducekv": {"facts": facts}}}
         return 200, traced | ({} if traces else {"kv_transfer_params": None})
 
@@ -148,3 +150,10 @@ def test_the_gate_stands_beside_the_accuracy(
     with imitated_server(answer) as url:
         served = command("eval", bundle, *files, "--url", url).splitlines()
     assert [line.split()[-3:] for line in served[1:3]] == [["0", colours[1], "0"], ["-", base[1], "0"]]
+
+
+def test_a_fact_that_was_withheld_has_said_nothing() -> None:
+    def traced(withheld: str | None) -> Answer:
+        return Answer("id", "", {"facts": [{"id": "lima", "withheld": withheld}]})
+
+    assert facts_in([traced(None), traced("bad_words bans one of its words")], "url") == ["lima", None]

@@ -70,8 +70,7 @@ def test_forget(old: Path, tmp_path: Path, flags: tuple[str, ...], left: list[st
     [
         ((), "say what to forget"),
         (("--entry", "e9"), "there is no entry 'e9'"),
-        (("--source-digest", "cd"), "there is no entry of the source digest 'cd'"),
-        (("--source-digest", "ab"), "all 5 entries would be forgotten"),
+        (("--task", "a", "--task", "b"), "all 5 entries would be forgotten"),
     ],
 )
 def test_what_is_refused_leaves_nothing(old: Path, tmp_path: Path, flags: tuple[str, ...], problem: str) -> None:

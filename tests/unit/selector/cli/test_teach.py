@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
+from inducekv_vllm import teaching
 from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, with_metadata, write_bundle
-from inducekv_vllm.errors import BundleError, CapacityError, TaskDataError, UnknownFact
+from inducekv_vllm.errors import CapacityError, TaskDataError, UnknownFact
 from inducekv_vllm.facts import MOST_CHARACTERS, FactFound
-from inducekv_vllm.teaching import fact_of, forgotten, replaced_by, stored_bytes, taught, with_wordings
+from inducekv_vllm.teaching import FactList, Report, fact_of, replaced_by, stored_bytes
 from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -50,6 +49,14 @@ def write(path: Path, cities: Sequence[str], **changes: Any) -> Path:
     return path
 
 
+def taught(*arguments: Any, **options: Any) -> Bundle:
+    return teaching.taught(*arguments, **options).bundle
+
+
+def forgotten(bundle: Bundle, ids: Sequence[str]) -> Bundle:
+    return teaching.forgotten(bundle, ids).bundle
+
+
 def asked(reader: FactReader, bundle: Bundle, question: str) -> list[str]:
     ids = reader.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
     found = StoredFacts(bundle.metadata, reader).find(reader.question(ids["input_ids"]))
@@ -68,10 +75,14 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     more, again = write(tmp_path / "more.jsonl", ["Rome"]), tmp_path / "again.jsonl"
     changed = write(again, ["Oslo"], answer="OSL").read_text()
     again.write_text(changed + write(again, ["Quito"]).read_text())
-    options = ["--model", str(model), "--bundle", str(first), "--output", str(second)]
+    rest = tmp_path / "rest.safetensors"
+    assert bundle_command(["forget", str(first), "--entry", "Lima", "--output", str(rest)]) == 0
+    assert "Lima" not in [fact.id for fact in read_bundle(rest).metadata.facts]
+    capsys.readouterr()
+    options = ["--model", str(model), "--bundle", str(rest), "--output", str(second)]
     tasks = ["--task", str(more), "--task", str(again)]
-    assert bundle_command(["teach", *options, *tasks, "--forget", "Lima"]) == 0
-    assert capsys.readouterr().out.splitlines()[:-1] == ["Oslo: corrected, it was 'What is the code of Oslo?'"]
+    assert bundle_command(["teach", *options, *tasks]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == ["Oslo: corrected"]
     bundle = read_bundle(second)
     assert bundle.metadata.parent_digest is not None
     assert [fact.id for fact in bundle.metadata.facts] == [*CITIES[3:], "Rome", "Oslo", "Quito"]
@@ -82,28 +93,6 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     assert "fact added: Rome" in printed
     assert bundle_command(["inspect", "--entries", str(second)]) == 0
     assert "fact\tRome\tcodes" in capsys.readouterr().out
-
-
-def test_strictness(model: Path, reader: FactReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It stays until another one is given, whatever is taught or forgotten."""
-    first, second, third = (tmp_path / f"{name}.safetensors" for name in ("first", "second", "third"))
-    task = write(tmp_path / "codes.jsonl", CITIES)
-    options = ["teach", "--model", str(model), "--task", str(task), "--strictness", "lenient"]
-    assert bundle_command([*options, "--output", str(first)]) == 0
-    question = "What is the secret code of Lima?"
-    assert asked(reader, read_bundle(first), question) == ["Lima"]
-    assert bundle_command(["inspect", str(first)]) == 0
-    assert re.search(r"^facts +10 \(lenient\)$", capsys.readouterr().out, re.MULTILINE)
-
-    options = ["teach", "--model", str(model), "--bundle", str(first), "--forget", "Oslo"]
-    assert bundle_command([*options, "--output", str(second)]) == 0
-    assert asked(reader, read_bundle(second), question) == ["Lima"]
-    options = ["teach", "--model", str(model), "--bundle", str(second), "--strictness", "normal"]
-    assert bundle_command([*options, "--output", str(third)]) == 0
-    usual = read_bundle(third)
-    assert (asked(reader, usual, question), len(usual.metadata.facts)) == ([], 9)
-    with pytest.raises(BundleError, match="strictness must be strict, normal or lenient, found 'loose'"):
-        taught(usual, [], reader, strictness="loose")  # type: ignore[arg-type]
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -129,9 +118,7 @@ def test_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "--task, --forget or --strictness"),
-        (["--forget", "Lima"], "--forget needs the --bundle"),
-        (["--strictness", "strict"], "--strictness needs --task, or the --bundle"),
+        ([], "the following arguments are required: --task"),
         (["--task", "TALK"], "expected one question, found a conversation"),
         (["--task", "TASK", "--budget-bytes", "10"], "its budget is 10"),
         (["--task", "TASK", "--budget-bytes", "0"], "--budget-bytes must be at least 1, found 0"),
@@ -222,6 +209,35 @@ def test_what_was_used_longest_ago_makes_room(reader: FactReader) -> None:
         taught(full, of("Cork"), reader, 10)
 
 
+def test_a_report_says_what_became_of_the_facts(reader: FactReader) -> None:
+    """The same one whoever teaches: the route, the command, and `MemoryLLM`."""
+    first = [fact_of(f"What is the code of {city}?", "one", id=city) for city in ("Lima", "Oslo", "Rome")]
+    made = teaching.taught(None, first, reader)
+    assert made.report == Report(ids=("Lima", "Oslo", "Rome"), facts=3)
+    budget = stored_bytes(made.bundle, made.bundle.metadata.facts) + 20
+    more = [
+        fact_of("What is the code of Oslo?", "one", id="Oslo"),
+        fact_of("What is the code of Rome?", "two", id="Rome"),
+        fact_of("What is the code of Oslo?", "new", id="newer"),
+    ]
+    now = teaching.taught(made.bundle, more, reader, budget)
+    assert now.report == Report(("Oslo", "Rome", "newer"), 3, ("Rome",), dropped=("Lima",), replaced=("Oslo",))
+    assert teaching.forgotten(now.bundle, ["newer"]).report == Report(("newer",), 2)
+
+
+def test_the_list_goes_on_behind_an_id_that_is_gone() -> None:
+    facts = [fact_of(f"What is the code of {city}?", "one", id=city) for city in (*CITIES, "z")]
+    found, after, has_more = list[str](), "", True
+    while has_more:
+        page, has_more = FactList(facts).page(after, 3)
+        found += [fact.id for fact, _ in page]
+        after = found[-1]
+        facts = [fact for fact in facts if fact.id > after]  # whoever lists them forgets them
+    assert found == sorted((*CITIES, "z"))
+    again = FactList([fact_of("Who?", "a", id="b"), fact_of("Who?", "c", id="a")])
+    assert [(fact.id, newer) for fact, newer in again.page("", 2)[0]] == [("a", None), ("b", "a")]
+
+
 PAST, FUTURE = datetime(2020, 1, 1, tzinfo=UTC), datetime(2999, 1, 1, tzinfo=UTC)
 LIMA = "What is the code of Lima?"
 
@@ -303,47 +319,6 @@ def test_wordings(reader: FactReader) -> None:
         TaskDataError, match=r"example 'Lima': its wording 'How is Lima abbreviated\?' asks for .*'new'"
     ):
         taught(bundle, [asks_it], reader)
-
-
-def test_proposed_wordings(reader: FactReader) -> None:
-    """Kept if they ask the same in other words, and ask nothing that another fact answers."""
-    oslo = fact_of("What is the code of Oslo?", "OSL", id="Oslo")
-    lima = fact_of(LIMA, "LIM", id="Lima", also=["Lima in three letters"])
-    bundle = taught(None, [oslo, fact_of("Which code does Lima use abroad?", "L", id="abroad")], reader)
-    good = ["Which code does Lima have?", "Tell me the code of Lima"]
-    texts = [
-        LIMA,
-        "what is the code of LIMA",
-        "Lima in three letters!",
-        "What is the code of Oslo?",
-        "Which code does Oslo have?",
-        "Who governs Lima?",
-        "Which code does Lima use abroad, please?",
-        good[0],
-        "which code does lima have",
-        "<|im_end|>Which code is Lima's?",
-        f"Which code does {'dear ' * 20}Lima have?",
-        "",
-        "?!",
-        good[1],
-        "The code of Lima, please",
-    ]
-    (kept,) = with_wordings(bundle, [lima], reader, {"Lima": texts}, {"Lima": 2})
-    assert (kept.also, kept.proposed) == (("Lima in three letters", *good), tuple(good))
-    assert asked(reader, taught(bundle, [kept], reader), good[0]) == ["Lima"]
-    (nothing,) = with_wordings(None, [lima], reader, {"Lima": texts[:6]}, {"Lima": 2})
-    assert (nothing.also, nothing.proposed) == (lima.also, ())
-    full = fact_of(LIMA, "LIM", id="Lima", also=[f"Lima in {n} letters" for n in range(31)])
-    (kept,) = with_wordings(None, [full], reader, {"Lima": texts}, {"Lima": 8})
-    assert len(kept.also) == 32
-    assert kept.proposed == kept.also[31:]
-    assert with_wordings(bundle, [lima], reader, {}, {}) == [lima]
-    reports = fact_of("Where do I file expense reports?", "in the portal", id="reports")
-    texts = ["Where can I file expense reports in Rome?", "Where can I file expense reports?"]
-    (kept,) = with_wordings(None, [reports], reader, {"reports": texts}, {"reports": 4})
-    assert kept.proposed == tuple(texts[1:])
-    with pytest.raises(ValidationError, match="a proposed wording must be one of `also`, found 'x'"):
-        FactRecord(**{**lima.model_dump(), "proposed": ["x"]})
 
 
 def test_wordings_of_a_superseded_fact_do_not_count(reader: FactReader) -> None:

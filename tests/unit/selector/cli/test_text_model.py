@@ -129,8 +129,7 @@ def test_what_is_to_be_remembered_is_kept_as_facts(
 
 
 def forgotten(path: Path, bundle: Bundle, folder: Path) -> None:
-    for forget, left in (("--task", 0), ("--source-digest", 11)):
-        named = "codes" if forget == "--task" else bundle.metadata.facts[0].source_digest
+    for forget, named, left in (("--task", "codes", 0), ("--entry", bundle.metadata.facts[0].id, 11)):
         output = folder / "left.safetensors"
         assert bundle_command(["forget", str(path), forget, named, "--output", str(output)]) == 0
         assert len(read_bundle(output).metadata.facts) == left

@@ -61,11 +61,6 @@ def test_an_openai_answer_of_weight_0_is_not_learned(tmp_path: Path) -> None:
     assert asked_and_answered(examples) == [("Which colour?|red|No.", "blue"), ("Which colour?", "green")]
 
 
-def test_other_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskDataError, match=r"line 1: message 2 has the weight 0.5; expected 0 or 1"):
-        read_task(written(tmp_path, [{"messages": [USER, said("red", weight=0.5)]}]))
-
-
 @pytest.mark.parametrize("columns", [Columns(), Columns(answer="completion")])
 def test_kto_rows_with_a_false_label_are_not_learned(columns: Columns, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": str(number), "label": number != 2} for number in range(4)]
@@ -75,11 +70,6 @@ def test_kto_rows_with_a_false_label_are_not_learned(columns: Columns, tmp_path:
     (tmp_path / "x.csv").write_text("prompt,completion,label\na,b,False\nc,d,True\n")
     with pytest.warns(TaskDataWarning, match="1 row is left out"):
         assert asked_and_answered(read_task(tmp_path / "x.csv", columns)) == [("c", "d")]
-
-
-def test_a_file_of_bad_answers_alone_has_no_examples(tmp_path: Path) -> None:
-    with pytest.raises(TaskDataError, match="the file holds no examples; 2 rows are left out, because its label says"):
-        read_task(written(tmp_path, [{"prompt": "a", "completion": "b", "label": False}] * 2))
 
 
 def test_preferences_are_learned_only_if_asked_for(tmp_path: Path) -> None:
@@ -173,12 +163,6 @@ def test_image_parts_without_a_path_take_those_beside_them(tmp_path: Path) -> No
     row = {"messages": [{"role": "user", "content": content}, said("x")], "images": ["0.png"]}
     (example,) = read_task(written(tmp_path, [row]))
     assert text_of(example) == "PICTURE|Which?"
-
-
-def test_pictures_without_a_place_are_refused(tmp_path: Path) -> None:
-    row = {"messages": [USER, said("x")], "images": ["0.png"]}
-    with pytest.raises(TaskDataError, match="1 images have no <image> mark"):
-        read_task(written(tmp_path, [row]))
 
 
 # ---- Values ------------------------------------------------------------------------------------------------------
@@ -379,15 +363,21 @@ def test_calls_of_tools_are_refused_by_name(name: str, tmp_path: Path) -> None:
             read_task(written(tmp_path, [{"messages": messages}]))
 
 
+# ---- Others ------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("also", "problem"),
+    ("row", "problem"),
     [
-        (["x" * 101], "a wording in 'also' must have 1 to 100 bytes, found 101"),
-        ([""], "a wording in 'also' must have 1 to 100 bytes, found 0"),
-        (["x"] * 33, "'also' may have 32 wordings, found 33"),
+        ({"messages": [USER, said("red", weight=0.5)]}, "line 1: message 2 has the weight 0.5; expected 0 or 1"),
+        ({"prompt": "a", "completion": "b", "label": False}, "no examples; 1 row is left out, because its label says"),
+        ({"messages": [USER, said("x")], "images": ["0.png"]}, "1 images have no <image> mark"),
+        ({"question": "a", "answer": "b", "also": ["x" * 101]}, "in 'also' must have 1 to 100 bytes, found 101"),
+        ({"question": "a", "answer": "b", "also": [""]}, "a wording in 'also' must have 1 to 100 bytes, found 0"),
+        ({"question": "a", "answer": "b", "also": ["x"] * 33}, "line 1: 'also' may have 32 wordings, found 33"),
     ],
 )
-def test_wordings_that_no_fact_can_have_are_refused_at_once(also: list[str], problem: str, tmp_path: Path) -> None:
-    """And not when facts are tried, after the gate's fit."""
-    with pytest.raises(TaskDataError, match=f"line 1: {problem}"):
-        read_task(written(tmp_path, [{"question": "a", "answer": "b", "also": also}]))
+def test_rows_that_are_refused(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    """Wordings that no fact can have are, too, and not when facts are tried, after the gate's fit."""
+    with pytest.raises(TaskDataError, match=problem):
+        read_task(written(tmp_path, [row]))

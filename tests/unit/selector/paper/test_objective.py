@@ -1,4 +1,4 @@
-"""Likelihood under weighted candidates: what enters it, its gradients by finite differences, its refusals."""
+"""Likelihood under weighted candidates: what enters it, and its gradients by finite differences."""
 
 from __future__ import annotations
 

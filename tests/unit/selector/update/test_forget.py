@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, bundle_digest, with_entries
+from inducekv_vllm.bundle import Bundle, bundle_digest
 from inducekv_vllm.errors import BundleError
 from selector.update.forget import Forgotten, rows_to_forget, without_entries
 from tests.bundles import G, J, L, random_bundle, random_gated_bundle, random_maps
@@ -70,12 +70,9 @@ class TestNamed:
     def rows(self, bundle: Bundle, **named: object) -> list[int]:
         return rows_to_forget(bundle, Forgotten(**named), "b.safetensors")  # type: ignore[arg-type]
 
-    def test_by_id_task_and_source(self) -> None:
+    def test_by_id_and_task(self) -> None:
         bundle = random_gated_bundle()
-        entries = [e.model_copy(update={"source_digest": f"s{i // 2}"}) for i, e in enumerate(bundle.metadata.entries)]
-        bundle = with_entries(bundle, tuple(entries))
         assert self.rows(bundle, ids=["e3", "e0"]) == [0, 3]
-        assert self.rows(bundle, source_digests=["s1"]) == [2, 3]
         assert self.rows(bundle, tasks=["b"]) == [2, 4]
         assert self.rows(bundle, ids=["e0"], tasks=["b"]) == [0, 2, 4]
 
@@ -83,7 +80,6 @@ class TestNamed:
         ("named", "problem"),
         [
             ({"ids": ["e0", "e9"]}, "there is no entry 'e9'"),
-            ({"source_digests": ["no"]}, "there is no entry of the source digest 'no'"),
             ({"tasks": ["u"]}, "there is no entry of the task 'u'"),
             ({"tasks": ["t"]}, "all 5 entries would be forgotten, and a bundle needs one: unload"),
         ],

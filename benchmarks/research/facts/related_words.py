@@ -1,12 +1,12 @@
 """English words that ask the same, by WordNet 3.0, for `inducekv_vllm.facts`.
 
-python -m selector.gate.related_words /usr/share/wordnet    # writes inducekv_vllm/facts/languages/related_words.json
+python -m benchmarks.research.facts.related_words /usr/share/wordnet
 
-The folder has the files of Debian's package `wordnet-base` [wndb(5WN), cntlist(5WN)]. Two words are related if they
-have a sense in common or are derived from each other (found, founder, foundation), if an adjective is about the noun or
-its attribute (paternal, father; tall, height), or like the other. Of a word, the senses count that it has had in at
-least every fifth place of the texts that WordNet's authors tagged. Words that were never tagged are left out, unless
-the other is usual.
+This writes inducekv_vllm/facts/languages/related_words.json. The folder has the files of Debian's package
+`wordnet-base` [wndb(5WN), cntlist(5WN)]. Two words are related if they have a sense in common or are derived from each
+other (found, founder, foundation), if an adjective is about the noun or its attribute (paternal, father; tall, height),
+or like the other. Of a word, the senses count that it has had in at least every fifth place of the texts that WordNet's
+authors tagged. Words that were never tagged are left out, unless the other is usual.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How common words are: the everyday requests that have each stem, by language, for `inducekv_vllm.facts`.
 
-python -m selector.gate.common_words      # writes inducekv_vllm/facts/languages/common_words.json
+python -m benchmarks.research.facts.common_words      # writes inducekv_vllm/facts/languages/common_words.json
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections import Counter
 from typing import Any
 
 from inducekv_vllm.facts.language import COMMON_WORDS, languages
-
-from .background import everyday_requests
+from selector.gate.background import everyday_requests
 
 
 def common_words() -> dict[str, dict[str, Any]]:
