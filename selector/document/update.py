@@ -31,7 +31,6 @@ from ..refined.duration import seconds_of_search
 from ..refined.report import report_update
 from ..refined.training import Training, TrainingProblem
 from ..runtime.checkpoint import Checkpoint
-from ..runtime.phases import Phases
 from ..runtime.progress import note
 from ..runtime.running import ALONE, Run
 from ..update.facts import OF_EXAMPLES, with_facts_that_help
@@ -60,46 +59,42 @@ def update_document(
         ConfigError: the settings contradict the model or the previous memory.
         UnsupportedModel: the model keeps no keys and values that a memory could start from.
     """
-    phases, document = Phases(run.checkpoint), document_of(inputs)
-    with phases.phase("check"):
-        token_ids = tokens_of(backbone, document)
-        warn_of_strange_language(backbone, token_ids, document.name)
-        check_previous(backbone, inputs.previous, settings)
-        require_context(Scorer(backbone), inputs.others.of_no_task, run.progress)
-    with phases.phase("study"), tiled_attention(backbone):
-        chunks = pieces_of(backbone, document, settings)
-        if run.progress:
-            note(f"studying {len(chunks)} pieces of {document.name}; the gate and the training follow")
+    document = document_of(inputs)
+    token_ids = tokens_of(backbone, document)
+    warn_of_strange_language(backbone, token_ids, document.name)
+    check_previous(backbone, inputs.previous, settings)
+    require_context(Scorer(backbone), inputs.others.of_no_task, run.progress)
+    chunks = pieces_of(backbone, document, settings)
+    if run.progress:
+        note(f"studying {len(chunks)} pieces of {document.name}; the gate and the training follow")
+    with tiled_attention(backbone):
         studied = self_study(backbone, chunks, document.name, settings, run)
-        training, validation = divided(studied, settings.seed)
-    with phases.phase("gate"):
-        fitted = gate_of(backbone, studied, inputs, settings, progress=run.progress)
-    with phases.phase("train"), tiled_attention(backbone):
+    training, validation = divided(studied, settings.seed)
+    fitted = gate_of(backbone, studied, inputs, settings, progress=run.progress)
+    right = [each.example for each in validation if each.right] or [each.example for each in validation]
+    scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    with tiled_attention(backbone):
         questions = StudiedQuestions(training, validation)
         begun = candidates(backbone, token_ids, questions, settings, inputs.previous, run.checkpoint)
         found = best_of(begun, run)
-        bundle = bundle_of(backbone, inputs, settings, found, fitted, len(token_ids))
-    right = [each.example for each in validation if each.right] or [each.example for each in validation]
-    scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    with phases.phase("facts"), tiled_attention(backbone):
-        facts: dict[str, Any] = {}
+        bundle, facts = bundle_of(backbone, inputs, settings, found, fitted, len(token_ids)), dict[str, Any]()
+        asked = questions_of(right, found.memory)
         if settings.facts == "search":
             exact = [each.example for each in training if each.exact and each.right]
-            bundle, facts = with_facts_that_help(bundle, exact, questions_of(right, found.memory), scorer)
-    with phases.phase("measure"), tiled_attention(backbone):
+            bundle, facts = with_facts_that_help(bundle, exact, asked, scorer)
         measured = replace(inputs, training=[each.example for each in training], validation=right, previous=None)
-        asked = questions_of(right, found.memory)
         report = report_update(scorer, measured, asked, bundle, fitted, found, progress=run.progress)
-        report["document"] = {
-            "tokens": len(token_ids),
-            "chunks": len(chunks),
-            "training": Counter(each.kind for each in training),
-            "validation": Counter(each.kind for each in validation),
-            "form": found.memory.form,
-            "start": found.start,
-            "divergence": _divergences(begun[0].training.problem, found.memory),
-        }
-    report |= {"recipe": DOCUMENT, "facts": facts, "phases": phases.records}
+        divergence = _divergences(begun[0].training.problem, found.memory)
+    report["document"] = {
+        "tokens": len(token_ids),
+        "chunks": len(chunks),
+        "training": Counter(each.kind for each in training),
+        "validation": Counter(each.kind for each in validation),
+        "form": found.memory.form,
+        "start": found.start,
+        "divergence": divergence,
+    }
+    report |= {"recipe": DOCUMENT, "facts": facts}
     for callback in run.callbacks:
         callback.on_end(report)
     return UpdateResult(bundle, report)

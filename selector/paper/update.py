@@ -20,7 +20,6 @@ from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
-from ..runtime.phases import Phases
 from ..runtime.progress import progress_bar
 from ..runtime.running import ALONE, Run
 from ..update.coverage import Coverage
@@ -42,38 +41,33 @@ GAMMAS: Final = (0.0, 0.05, 0.1, 0.3)
 
 def update_paper(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings, run: Run = ALONE) -> UpdateResult:
     """Select the next memory. Raises as `Recipe.update` does."""
-    phases, scorer = Phases(run.checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    with phases.phase("check"):
-        pairs = grid(inputs, settings)
-        check_model(scorer, inputs, settings, run.progress)
-    with phases.phase("extract"):
-        extraction = extract(
-            backbone,
-            inputs.training,
-            settings.payload_tokens,
-            batch_size=settings.batch_size,
-            payload_dtype=torch.float16,
-            progress=run.progress,
-        )
-        validation = _questions(backbone, inputs.validation, settings, run.progress)
-        anchors = _questions(backbone, inputs.anchors, settings, run.progress)
-    with phases.phase("shortlist"):
-        objective = Objective(
-            scorer=scorer,
-            pool=_candidate_pool(inputs, extraction, settings),
-            current=Questions(inputs.training, extraction.keys),
-            anchors=anchors,
-            budget=settings.budget,
-            weighting=settings.weighting,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-        )
-    with phases.phase("select"):
-        results = _select_all(inputs, objective, validation, settings, pairs, run)
+    scorer, pairs = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size), grid(inputs, settings)
+    check_model(scorer, inputs, settings, run.progress)
+    extraction = extract(
+        backbone,
+        inputs.training,
+        settings.payload_tokens,
+        batch_size=settings.batch_size,
+        payload_dtype=torch.float16,
+        progress=run.progress,
+    )
+    validation = _questions(backbone, inputs.validation, settings, run.progress)
+    anchors = _questions(backbone, inputs.anchors, settings, run.progress)
+    objective = Objective(
+        scorer=scorer,
+        pool=_candidate_pool(inputs, extraction, settings),
+        current=Questions(inputs.training, extraction.keys),
+        anchors=anchors,
+        budget=settings.budget,
+        weighting=settings.weighting,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    results = _select_all(inputs, objective, validation, settings, pairs, run)
     best = min(results, key=lambda result: result.validation_loss or 0.0)  # on a tie, the first of the grid
-    with phases.phase("measure"), tiled_attention(backbone):
+    with tiled_attention(backbone):
         report = report_update(inputs, objective, validation, settings.seed, results, best)
-    return UpdateResult(best.bundle, report | {"phases": phases.records})
+    return UpdateResult(best.bundle, report)
 
 
 def check_model(scorer: Scorer, inputs: TaskInputs, settings: PaperSettings, progress: bool = False) -> None:

@@ -20,7 +20,6 @@ from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..gate.fit import FittedGate, fit_gate
 from ..gate.settings import GateOptions
-from ..runtime.phases import Phases
 from ..runtime.running import ALONE, Run
 from ..update.facts import facts_that_suffice, with_facts_that_help
 from ..update.inputs import TaskInputs
@@ -36,37 +35,31 @@ from .training import TrainingProblem, log_prior
 
 def update_refined(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings, run: Run = ALONE) -> UpdateResult:
     """Choose, train and gate what `checks.check_tasks` has let through. Raises as `Recipe.update` does."""
-    phases, scorer = Phases(run.checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    with phases.phase("check"):
-        settings = check_model(scorer, inputs, settings, run.progress)
-    with phases.phase("extract"):
-        options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": run.progress}
-        training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
-        validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
-        entries, records = initial_entries(backbone, inputs, settings)
-    with phases.phase("gate"):
-        questions = inputs.others.of(own_questions(inputs))
-        fitted = fit_gate(backbone, questions, GateOptions.of(settings), progress=run.progress)
+    scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    settings = check_model(scorer, inputs, settings, run.progress)
+    options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": run.progress}
+    training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
+    validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
+    entries, records = initial_entries(backbone, inputs, settings)
+    questions = inputs.others.of(own_questions(inputs))
+    fitted = fit_gate(backbone, questions, GateOptions.of(settings), progress=run.progress)
     counts = {"anchors": len(inputs.anchors), **fitted.recorded}
     bundle, facts = None, dict[str, Any]()
     found: Search | None = None
-    if settings.facts == "search" and settings.form == "decoupled":
-        with phases.phase("facts alone"), tiled_attention(backbone):
+    with tiled_attention(backbone):
+        if settings.facts == "search" and settings.form == "decoupled":
             recorded = settings.model_dump() | counts
             bundle, facts = facts_that_suffice(inputs, fitted.gate, recorded, validation, scorer)
-    if bundle is None:
-        with phases.phase("refine"), tiled_attention(backbone):
+        if bundle is None:
             calibrate = settings.form == "merged" and inputs.previous is None
             prior = log_prior(inputs.training, records)
             problem = TrainingProblem(scorer, entries, training, prior, validation, calibrate)
             found = search(problem, settings, fitted.gate.layers[-1], run)
             bundle = _bundle(backbone, inputs.previous, settings, found, records, fitted, counts)
-        with phases.phase("facts"), tiled_attention(backbone):
             if settings.facts == "search":
                 bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
-    with phases.phase("measure"), tiled_attention(backbone):
         report = report_update(scorer, inputs, validation, bundle, fitted, found, progress=run.progress)
-    report |= {"facts": facts, "phases": phases.records}
+    report |= {"facts": facts}
     for callback in run.callbacks:
         callback.on_end(report)
     return UpdateResult(bundle, report)

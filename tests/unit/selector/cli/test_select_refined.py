@@ -281,7 +281,6 @@ def test_background_requests_are_learnt_and_belong_to_the_run(
     table = printed[printed.index(" misses") :].splitlines()[:7]
     assert [line.split()[1] == "*" for line in table[1:]] == [False, False, False, True, False, False]
     assert table[4].split()[2:] == [f"{share:.1%}" for share in prices[3]["opened"].values()]
-    assert "gate" in [phase["name"] for phase in report["phases"]]
 
     other = stream.update("colours", "--gate-misses", "0.03", "--anchors", str(tmp_path / "other"))
     assert with_some.gate is not None
