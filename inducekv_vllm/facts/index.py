@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from rapidfuzz.distance import OSA
 from rapidfuzz.process import extract_iter
 
+from ..pace import rest
 from .language import Language, language_of
 from .question import Question, read, same_words
 from .rule import SAME, Comparison, compare, compare_names
@@ -64,6 +65,7 @@ class QuestionIndex:
             under = self._under.setdefault(kept.language, defaultdict(list))
             for key in kept.keys:
                 under[key].append(number)
+            rest()  # reading one takes a fraction of a millisecond, and Python's lock
         self._spelled = _by_length(sorted(self._words))  # of equally near ones, always the same
         self._near = lru_cache(CACHED_WORDS)(self._find_near)
 

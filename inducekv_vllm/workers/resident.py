@@ -57,7 +57,7 @@ class ResidentBundles:
             store: copies it into the pool.
             is_busy: whether there are steps that the thread should leave the cores to.
             host_bytes: of what was read, so much is kept.
-            patience: seconds for which the beginning of a load may wait for its end.
+            patience: seconds for which the beginning of a load may wait for its end, if it is short.
         """
         self._read, self._store, self._is_busy, self._patience = read, store, is_busy, patience
         self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
@@ -89,11 +89,17 @@ class ResidentBundles:
         self._submit(work)
 
     def begin(self, path: str, digest: str) -> None:
-        """Begin to load a bundle, unless it is loaded or on its way; wait a moment for its end."""
+        """Begin to load a bundle, unless it is loaded or on its way.
+
+        Wait a moment for the end of what is copied, or for any if there are no steps. One that waits for a file to be
+        read would be late by more than it waits: the thread that reads holds Python's lock.
+        """
         future = self._bundles.get(digest)
         if future is None or _has_failed(future):
+            is_short = digest in self._host or not self._is_busy()
             future = self._bundles[digest] = self._submit(self._load, path, digest)
-            wait([future], self._patience())
+            if is_short:
+                wait([future], self._patience())
 
     def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
         """The bundle, or why it could not be loaded; None while it is loaded."""

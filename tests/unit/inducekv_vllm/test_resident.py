@@ -221,12 +221,23 @@ def load(bundles: ResidentBundles, digest: str) -> Any:
     return wait(bundles, digest)
 
 
-def test_a_step_waits_for_a_load_no_longer_than_it_is_told(loader: Loader) -> None:
+@pytest.mark.parametrize(("is_busy", "is_copied"), [(True, True), (True, False), (False, False)])
+def test_a_step_waits_as_long_as_it_is_told_and_only_for_a_copy(loader: Loader, is_busy: bool, is_copied: bool) -> None:
     asked: list[float] = []
-    bundles = ResidentBundles(loader.load, loader.store, lambda: True, patience=lambda: asked.append(0.0) or 0.0)
-    bundles.begin("a", "A")
-    assert (asked, bundles.outcome("A")) == ([0.0], None)
+    bundles = ResidentBundles(
+        loader.load, loader.store, lambda: is_busy, host_bytes=25, patience=lambda: asked.append(0.0) or 0.0
+    )
     loader.let_go.set()
+    if is_copied:
+        load(bundles, "A")
+        bundles.unload("A", keep=True)
+        settle(bundles)
+    loader.let_go.clear()
+    asked.clear()
+    bundles.begin("a", "A")
+    assert asked == ([0.0] if is_copied or not is_busy else [])
+    loader.let_go.set()
+    assert wait(bundles, "A").digest == "A"
     bundles.close()
 
 
