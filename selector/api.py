@@ -143,7 +143,7 @@ def teach_document(
         document: a file of text, Markdown, HTML or PDF, whose name is the title; or `selector.Document`.
         previous: the memory of an earlier version of the document, from which the training starts.
         output: as of `teach`; what was studied is kept beside it until the bundle is written.
-        settings: of `DocumentSettings`: payload_tokens, minutes, steps, form, start, ...
+        settings: of `DocumentSettings`: payload_tokens, steps, form, start, ...
         base, background, near_misses, progress, callbacks: as of `teach`.
 
     Raises:

@@ -50,11 +50,9 @@ class DocumentRecipe(Recipe[DocumentSettings]):
         size = footprint_bytes(1, *sizes, m, backbone.head_dim, backbone.value_dim)
         pieces = len(pieces_of(backbone, document, settings))
         each = len(ASKED) * settings.asked + bool(settings.asked) + settings.clozes + settings.continuations
-        limit = "" if settings.minutes is None else f", {settings.minutes:g} minutes at most"
         return {
             "document": f"{document.name}: {num_tokens} tokens in {pieces} pieces, {pieces * each} questions at most",
             "memory": f"{m} tokens, {size / 1e6:.2f} MB, and a gate; the document's own keys and values would be "
             f"{num_tokens / m:.1f} times as many",
-            "training": f"one of {settings.steps} steps finished at most{limit}; its duration is said before the "
-            "first one",
+            "training": f"one of {settings.steps} steps finished at most; its duration is said before the first one",
         }

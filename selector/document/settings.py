@@ -30,9 +30,6 @@ class DocumentSettings(Settings):
         Literal["merged", "decoupled", "search"],
         Flag("one softmax over memory and request, or a softmax of the memory's own"),
     ] = "search"
-    minutes: Annotated[
-        float | None, Field(gt=0), Flag("of training, at most: fewer steps are taken, if they last longer")
-    ] = None
     steps: Annotated[int, Field(ge=0), Flag("training steps, at most")] = 300
     batch_size: Annotated[int, Field(ge=1), Flag("questions per step")] = 4
     learning_rate: Annotated[float | None, Field(gt=0), Flag("of the payloads (default: searched on validation)")] = (

@@ -26,11 +26,9 @@ from ..data.document import Document
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
 from ..gate.settings import GateOptions
-from ..refined.candidates import LEARNING_RATES, RUNGS, Candidate, Search, best_of
-from ..refined.duration import seconds_of_search
+from ..refined.candidates import LEARNING_RATES, Candidate, Search, best_of
 from ..refined.report import report_update
 from ..refined.training import Training, TrainingProblem
-from ..runtime.checkpoint import Checkpoint
 from ..runtime.progress import note
 from ..runtime.running import ALONE, Run
 from ..update.facts import OF_EXAMPLES, with_facts_that_help
@@ -51,7 +49,7 @@ MOST_VALIDATION: Final = 64
 def update_document(
     backbone: Backbone, inputs: TaskInputs, settings: DocumentSettings, run: Run = ALONE
 ) -> UpdateResult:
-    """Of what `check_document` has let through; with `minutes`, the digest depends on the machine.
+    """Of what `check_document` has let through.
 
     Raises:
         TaskDataError: the document is too short, nothing could be asked about it, or a loss is not finite.
@@ -75,7 +73,7 @@ def update_document(
     scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     with tiled_attention(backbone):
         questions = StudiedQuestions(training, validation)
-        begun = candidates(backbone, token_ids, questions, settings, inputs.previous, run.checkpoint)
+        begun = candidates(backbone, token_ids, questions, settings, inputs.previous)
         found = best_of(begun, run)
         bundle, facts = bundle_of(backbone, inputs, settings, found, fitted, len(token_ids)), dict[str, Any]()
         asked = questions_of(right, found.memory)
@@ -184,15 +182,14 @@ def candidates(
     studied: StudiedQuestions,
     settings: DocumentSettings,
     previous: Bundle | None = None,
-    checkpoint: Checkpoint | None = None,
 ) -> list[Candidate]:
     """The trainings that are begun: each form with each start, or the previous memory's, at each rate."""
     training, validation = studied.training, studied.validation
     lessons = {each.key: each.lesson for each in (*training, *validation)}
     scorer = Distilling(backbone, lessons, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    rates = LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,)
-    problems = {
-        start: TrainingProblem(
+    begun = []
+    for start, memory in starts(backbone, token_ids, settings, previous):
+        problem = TrainingProblem(
             scorer,
             memory,
             questions_of([each.example for each in training], memory),
@@ -200,21 +197,9 @@ def candidates(
             questions_of([each.example for each in validation], memory),
             calibrate=False,
         )
-        for start, memory in starts(backbone, token_ids, settings, previous)
-    }
-
-    def begun(steps: int) -> list[Candidate]:
-        limited = settings.model_copy(update={"steps": steps})
-        return [
-            Candidate("prompt", Training(problem, limited, rate), start)
-            for start, problem in problems.items()
-            for rate in rates
-        ]
-
-    all_steps = begun(settings.steps)
-    if settings.minutes is None or not settings.steps:
-        return all_steps
-    return begun(_steps_in(settings.minutes, all_steps, settings.steps, checkpoint))
+        for rate in LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,):
+            begun.append(Candidate("prompt", Training(problem, settings, rate), start))
+    return begun
 
 
 def starts(
@@ -239,19 +224,6 @@ def starts(
             memory = initial_memory(backbone, token_ids[:context], tokens, form, start)
             found.append((f"{form}, {start}", memory))
     return found
-
-
-def _steps_in(minutes: float, begun: Sequence[Candidate], steps: int, checkpoint: Checkpoint | None) -> int:
-    """How many steps the trainings may have to last so long; the same when a run is resumed."""
-    if checkpoint is not None and (saved := checkpoint.read("steps")) is not None:
-        return int(saved[1]["steps"])
-    seconds = seconds_of_search([each.training for each in begun], RUNGS)
-    steps = max(1, min(steps, int(steps * 60 * minutes / seconds)))
-    more = f" of a search among {len(begun)}: with one --form and --learning-rate there are more"
-    note(f"{minutes:g} minutes are enough for {steps} steps{more if len(begun) > 1 else ''}")
-    if checkpoint is not None:
-        checkpoint.write("steps", {}, {"steps": steps})
-    return steps
 
 
 def gate_of(

@@ -13,7 +13,7 @@ from ..backbone.scoring import Questions, Scorer
 from ..gate.fit import FittedGate
 from ..update.answers import MOST_BASE, answers_of, shares, some
 from ..update.inputs import TaskInputs
-from ..update.measures import calibration_report, composition, diversity, memory_bytes
+from ..update.measures import calibration_report, composition, memory_bytes
 from ..update.settings import REFINED
 from .candidates import Candidate, Search
 
@@ -52,7 +52,6 @@ def report_update(
             "search": [] if found is None else [_of_candidate(each) for each in found.begun if len(each.losses)],
         },
         "calibration": calibration_report(bundle),
-        "diversity": {"selected": diversity(bundle.retrieval_keys.float())},
         "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},
         "gate": {
             "tasks": list(fitted.gate.tasks),

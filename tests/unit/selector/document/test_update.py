@@ -254,9 +254,3 @@ def test_validation_has_questions_of_every_kind(number: int) -> None:
     assert {each.kind for each in validation} == {*kinds}
     assert len(validation) == min(64, math.ceil(number / 8))
     assert len(training) == number - len(validation)
-
-
-def test_minutes_limit_the_steps(llama: Backbone, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = selector.teach_document(llama, file, **(FEW | {"minutes": 1e-6, "facts": "off"}))
-    assert len(short.report["refinement"]["history"]) == 1
-    assert "minutes are enough for 1 steps" in capsys.readouterr().err
