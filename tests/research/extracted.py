@@ -30,4 +30,5 @@ def extracted_bundle(
         entries=entry_records(examples),
         weighting=weighting,
         recipe="build",
+        settings={},
     )
