@@ -34,8 +34,9 @@ from inducekv_vllm.vllm_seams.refused_start import end_start
 from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware
 from .bodies import BodyMiddleware, MemoryRoute
+from .engines import Engines
 from .metrics import POOL_BYTES
-from .names import PIN
+from .pool import PoolSize
 from .registry import BundleRegistry
 from .requests import (
     CHANGE_ERRORS,
@@ -50,7 +51,6 @@ from .requests import (
     status_of,
     unrouted,
 )
-from .residency import PoolSize
 from .schemas import (
     ForgetMemoryVersionsRequest,
     ForgottenVersions,
@@ -61,7 +61,7 @@ from .schemas import (
     UnloadMemoryBundleResponse,
 )
 from .state import ServerState
-from .turn import TurnMiddleware
+from .versions import PIN, TurnMiddleware
 
 logger = logger_of(__name__)
 router = APIRouter(tags=[TAG], route_class=MemoryRoute)
@@ -115,7 +115,7 @@ class InduceKVEndpoint:
         memory_state = await asyncio.to_thread(
             lambda: ServerState(config.state or run / "state", keeps_bundles=config.state is not None, process=process)
         )
-        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, pool)
+        registry = BundleRegistry(Engines(engine_client, pool), models, backbone, memory_state, config, stop)
         await registry.start(run.name, access.key_name)
         engine = MemoryEngine(engine_client, registry, config, stop, registry.journal)
         patch(engine_client, "generate", lambda _: engine.generate)
@@ -158,7 +158,7 @@ def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> Non
             return f"{lora_name!r} cannot name an adapter: names that end so are pinned to a version of a bundle"
         if lora_name in registry:
             return f"{lora_name!r} is a memory bundle; use /v1/load_memory_bundle and /v1/unload_memory_bundle"
-        if users := registry.users_of_adapter(lora_name):
+        if users := registry.state.users_of_adapter(lora_name):
             return f"the memory bundles {', '.join(users)} need the adapter {lora_name!r} as it is; unload them first"
         return None
 
