@@ -47,8 +47,8 @@ def test_the_process_that_refuses_and_those_that_wait_for_it_end_without_a_trace
     fail(worker, "WorkerProc hit an exception.", UnsupportedModel("of a request"))  # it has started
 
 
-def test_for_debugging_they_are_shown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.DEBUG)
+def test_for_debugging_they_are_shown(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "vllm")
     fail(LOGGERS[0], "EngineCore failed to start.", UnsupportedModel("it would be wrong"))
     assert reason_of_refusal() == "it would be wrong"
 
