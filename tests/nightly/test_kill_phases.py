@@ -16,7 +16,9 @@ import httpx
 import pytest
 
 from benchmarks.server_process import processes_of, serving
+from inducekv_vllm.attention.pool import ENTRY_TOKENS
 from inducekv_vllm.bundle import Bundle, write_bundle
+from inducekv_vllm.bundle.rows import rows_of
 from tests.bundles import remade
 from tests.engine.parity import EAGER, FEWER_PROCESSES, World
 from tests.server.http import Bundles, wait_until
@@ -47,7 +49,9 @@ class Killed:
         return bundle
 
     def start(self) -> None:
-        room = str(2 * self.world.bundles["other"].num_entries)
+        G = self.world.heads_per_kv_head
+        tokens = rows_of(self.bundles["next"].metadata, G) * G
+        room = str(-(-2 * tokens // ENTRY_TOKENS))
         flags = [str(self.world.model), "--served-model-name", "base", *FLAGS, "--memory-pool-entries", room]
         flags += ["--memory-root", str(self.folder), "--memory-state", str(self.folder / "state")]
         flags += ["--worker-cls", "tests.server.ranks.HoldingWorker", "--memory-host-bytes", "0"]
