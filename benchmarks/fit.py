@@ -110,8 +110,12 @@ class Fit:
     @torch.no_grad()
     def accuracy(self, examples: Sequence[Example]) -> float:
         """The share that is answered right, token by token of the right answer."""
-        right = (self.scorer.count_right(batch, self.scorer.predicted(batch)) for batch in batches_of(examples))
-        return sum(right) / len(examples)
+        return sum(map(self._count_right, batches_of(examples))) / len(examples)
+
+    def _count_right(self, batch: Sequence[Example]) -> int:
+        """How many have the likeliest token at every place of their answer."""
+        pairs = zip(batch, self.scorer.predicted(batch), strict=True)
+        return sum(log_p.argmax(dim=-1).tolist() == self.scorer.answer_tokens(each) for each, log_p in pairs)
 
 
 def batches_of(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
-from inducekv_vllm.backbone.footprint import FLOAT16_BYTES, footprint_bytes, gate_bytes
+from inducekv_vllm.backbone.footprint import FLOAT16_BYTES, footprint_bytes, prototypes_of
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import layers_of_gate
@@ -34,6 +34,21 @@ def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tas
     entries = footprint_bytes(budget, d, L, backbone.num_kv_heads, payload_tokens, D, V)
     features, layers = backbone.num_kv_heads * V, len(layers_of_gate(L))
     return entries + gate_bytes(gated_tasks, features, layers)
+
+
+def gate_bytes(num_tasks: int, features: int, layers: int = 2) -> int:
+    """Of a relevance gate: prototypes [S, P, F] in float16; center, scale, floors and the rule in float32.
+
+    Args:
+        num_tasks: C; 0 for no gate.
+        features: F.
+        layers: S.
+    """
+    if num_tasks == 0:
+        return 0
+    H = layers * prototypes_of(num_tasks)
+    numbers = 2 * layers * features + H + num_tasks * (H + 1)  # center and scale, floors, weights and thresholds
+    return FLOAT16_BYTES * H * features + 4 * numbers
 
 
 def linear_layers(backbone: Backbone, modules: Modules = "all") -> dict[str, nn.Linear]:

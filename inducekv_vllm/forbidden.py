@@ -1,27 +1,22 @@
-"""What in a request forbids the answer of a fact. Decisions are shared between requests for one prompt; this is not."""
+"""What in a request forbids the answer of a fact."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from vllm.sampling_params import SamplingParams
 
-from .protocol import Decided, Decision
-
 BANNED: Final = -100.0  # a bias that bans a token
 
 
-def permitted(decided: Decided, params: SamplingParams | None) -> Decided:
-    """What is decided for a request with these parameters: a fact is withheld if they forbid its answer."""
-    return decided if params is None else Decided(tuple(_permitted(each, params) for each in decided.each))
-
-
-def _permitted(decision: Decision, params: SamplingParams) -> Decision:
-    if decision.fact is None or decision.answer is None:
-        return decision
-    return replace(decision, fact=replace(decision.fact, withheld=why_forbidden(params, decision.answer)))
+def forbidding(params: SamplingParams | None) -> Hashable:
+    """All in a request's parameters that `why_forbidden` looks at: decisions are shared where it is the same."""
+    if params is None:
+        return None
+    banned = tuple(sorted(token for token, bias in (params.logit_bias or {}).items() if bias <= BANNED))
+    allowed = None if params.allowed_token_ids is None else tuple(sorted(params.allowed_token_ids))
+    return params.structured_outputs is not None, banned, allowed, tuple(map(tuple, params.bad_words_token_ids or ()))
 
 
 def why_forbidden(params: SamplingParams, answer: Sequence[int]) -> str | None:

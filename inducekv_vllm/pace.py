@@ -7,7 +7,6 @@ it; in small pieces with rests between them, a step is late by a piece or two. W
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,15 +55,6 @@ def rest() -> None:
     if now >= pace.paced_from and pace.is_busy():
         time.sleep(worked * (1 / SHARE - 1))
     pace.began = time.thread_time()
-
-
-def leave_cores_of_steps() -> None:
-    """Let the calling thread run on each core that the process which started this one may use.
-
-    vLLM binds the thread of a CPU worker's steps to their cores, and so binds what that thread starts: background work
-    would run on these alone, while others are idle.
-    """
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # 0 is the thread
 
 
 def poll_delays() -> Iterator[float]:

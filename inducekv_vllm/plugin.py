@@ -30,6 +30,9 @@ def register() -> None:
         check_vllm_version(installed_vllm())
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from .vllm_seams.refused_start import watch_start
+
+    watch_start()
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     register_backend(AttentionBackendEnum.FLASH_ATTN, FLASH_BACKEND)
     register_models()

@@ -38,7 +38,6 @@ class InjectionSpec:
     bundle: str  # its digest
     entries: tuple[int, ...]  # [k]
     weights: tuple[float, ...]  # [k], alpha
-    remainder: bool
     first_active: int = 0  # the first position that memory acts on; above 0 for decoupled memory only
     expired: int = 0  # entries of the bundle that the request is answered without, as if they were not there
 
@@ -50,7 +49,7 @@ class InjectionSpec:
     @property
     def content(self) -> str:
         """Digest of everything that decides what memory adds at a position it acts on; it identifies a memory slot."""
-        parts = [self.bundle, list(self.entries), [w.hex() for w in self.weights], self.remainder, self.expired]
+        parts = [self.bundle, list(self.entries), [w.hex() for w in self.weights], self.expired]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def to_extra_args(self) -> dict[str, Any]:
@@ -59,9 +58,7 @@ class InjectionSpec:
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> InjectionSpec:
         entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
-        return cls(
-            str(raw["bundle"]), entries, weights, bool(raw["remainder"]), int(raw["first_active"]), int(raw["expired"])
-        )
+        return cls(str(raw["bundle"]), entries, weights, int(raw["first_active"]), int(raw["expired"]))
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,6 @@ class DecideSpec:
     bundle: str  # its digest; empty if the worker shall only read what the prompt's pictures are like
     retrieval: bool  # whether the query key for the retrieval is needed; the prompt is computed as a whole then
     top_k: int | None
-    remainder: bool
     owner: str = ""  # who may share the decision
     adapters: tuple[tuple[str, TaskAdapter], ...] = ()  # of the tasks that have one instead of entries
 
@@ -99,12 +95,10 @@ class DecideSpec:
     def parse(cls, raw: Mapping[str, Any]) -> DecideSpec:
         adapters = tuple((str(task), TaskAdapter(**adapter)) for task, adapter in raw["adapters"])
         top_k = None if raw["top_k"] is None else int(raw["top_k"])
-        return cls(
-            str(raw["bundle"]), bool(raw["retrieval"]), top_k, bool(raw["remainder"]), str(raw["owner"]), adapters
-        )
+        return cls(str(raw["bundle"]), bool(raw["retrieval"]), top_k, str(raw["owner"]), adapters)
 
 
-PICTURE_SPEC: Final = DecideSpec(bundle="", retrieval=False, top_k=None, remainder=False)
+PICTURE_SPEC: Final = DecideSpec(bundle="", retrieval=False, top_k=None)
 
 
 Specs = tuple[DecideSpec, ...] | tuple[InjectionSpec, ...]  # in the order of the request's memories
@@ -181,11 +175,6 @@ class Decision:
     def first_active(self) -> int | None:
         """The first position that the entries act on; None without entries."""
         return None if self.injection is None else self.injection.first_active
-
-    @property
-    def keeps_remainder(self) -> bool:
-        """Whether entries that were not retrieved stay in the softmax."""
-        return self.injection is not None and self.injection.remainder
 
     @property
     def answer(self) -> tuple[int, ...] | None:

@@ -40,11 +40,12 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .forbidden import permitted
+from .forbidden import forbidding
 from .protocol import DECISIONS, STARTS, BlockKey, Decided, DecideSpec, InjectionSpec, Start, parse_specs
-from .vllm_seams.config import InduceKVConfig
+from .vllm_seams.patches import patch
 
 NEVER = 1 << 60  # a step
+MOST_KNOWN = 4096  # decisions that are remembered
 EXTRA_KEYS = ("generate_block_hash_extra_keys", "generate_lookahead_block_hash_extra_keys")  # the latter since 0.33
 
 
@@ -86,15 +87,11 @@ class _Asked:
 class _MemoryRequests(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = InduceKVConfig.from_vllm(self.vllm_config) or InduceKVConfig()
         self.asked: dict[str, _Asked] = {}  # by request id
-        self.known: LRUCache[bytes, Decided] = LRUCache(config.decision_cache_entries)  # by `_identity`
-        coordinator: Any = self.kv_cache_manager.coordinator
-        coordinator.cache_blocks = partial(self._cache_blocks, coordinator.cache_blocks)
+        self.known: LRUCache[bytes, Decided] = LRUCache(MOST_KNOWN)  # by `_identity`
+        patch(self.kv_cache_manager.coordinator, "cache_blocks", lambda cache: partial(self._cache_blocks, cache))
         if self.enable_kv_cache_events:
-            for name in EXTRA_KEYS:
-                if (generate := getattr(kv_cache_utils, name, None)) is not None:
-                    setattr(block_pool, name, with_memory_keys(generate))
+            tell_events_of_memory()
 
     # ---- the steps of a request, in their order ------------------------------------------------------------------
 
@@ -112,8 +109,7 @@ class _MemoryRequests(Scheduler):
         asked = self.asked[request.request_id] = _Asked(_identity(request, specs))
         known = self.known.get(asked.identity)
         if known is not None and known.is_valid(time.time()):
-            known = known.changed(source="cached", seconds=0.0, same_pass=False)
-            asked.decided = permitted(known, request.sampling_params)
+            asked.decided = known.changed(source="cached", seconds=0.0, same_pass=False)
             asked.start = asked.decided.start(request.num_prompt_tokens)
             self._take_blocks(request, asked.start)
         else:
@@ -170,14 +166,13 @@ class _MemoryRequests(Scheduler):
             return None
         request.next_decode_eligible_step = 0
         request.skip_reading_prefix_cache = request.get_skip_reading_prefix_cache()
-        asked.decided = permitted(decided, request.sampling_params)
+        asked.decided = decided
         if decided.error is not None:
             self._drop_token(asked, request_id, output)
             self.encoder_cache_mismatch_reqs.add(request_id)  # vLLM ends these with an error
             return None
-        if self.known.maxsize:
-            self.known[asked.identity] = decided
-        start = asked.decided.start(request.num_prompt_tokens, request.mm_features if asked.lacks_media else None)
+        self.known[asked.identity] = decided
+        start = decided.start(request.num_prompt_tokens, request.mm_features if asked.lacks_media else None)
         if decided.same_pass:
             self._take_blocks(request, start)
         if start.redo_from is None:
@@ -281,7 +276,7 @@ def _identity(request: Request, specs: Sequence[DecideSpec]) -> bytes:
     for feature in request.mm_features:
         sha.update(f"\n{feature.modality} {feature.mm_position.offset} {feature.identifier}".encode())
     adapter = request.lora_request.lora_name if request.lora_request is not None else None
-    sha.update(repr((adapter, request.cache_salt, specs)).encode())
+    sha.update(repr((adapter, request.cache_salt, specs, forbidding(request.sampling_params))).encode())
     return sha.digest()
 
 
@@ -318,11 +313,18 @@ def lookahead_of(config: Any) -> int:
     return int(getattr(config, "num_hash_lookahead_tokens", 0))
 
 
-def with_memory_keys(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """One of vLLM's `EXTRA_KEYS` for its KV cache events, with the memory.
-
-    Who tells blocks by their tokens and these keys must not take one with memory for an untouched one.
+def tell_events_of_memory() -> None:
+    """Let vLLM's KV cache events have the memory: who tells blocks by their tokens and these keys must not take one
+    with memory for an untouched one.
     """
+    plain, lookahead = EXTRA_KEYS
+    patch(block_pool, plain, lambda _: with_memory_keys(getattr(kv_cache_utils, plain)))
+    if hasattr(block_pool, lookahead):
+        patch(block_pool, lookahead, lambda _: with_memory_keys(getattr(kv_cache_utils, lookahead)))
+
+
+def with_memory_keys(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """One of vLLM's `EXTRA_KEYS`, with the memory."""
 
     @wraps(generate)
     def extra_keys(

@@ -1,4 +1,4 @@
-"""How bundles change: the kinds of change, and the transaction that each of them is.
+"""How bundles change: the transaction that each change is.
 
 A change waits for its turn, is alone in all API processes while it runs, and ends in time. It is shown while it waits
 and runs. It takes effect when it is recorded; a refusal is shown, logged and recorded, and changes nothing.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager
-from enum import StrEnum
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -19,68 +18,104 @@ from inducekv_vllm.errors import InduceKVError, LoadTimeout, TooManyChanges, Unk
 from inducekv_vllm.frontend.stopping import EngineStop
 from inducekv_vllm.vllm_seams.logs import logger_of
 
+from .bringing import Bringing, to_its_end
 from .engines import LOAD_S
 from .journal import Journal
-from .state import ServerState
+from .metrics import RegistryMetrics
+from .names import Names
+from .reader import Checked
+from .schemas import Change
+from .state import Pointed, VersionRecord
+from .versions import Versions
 
 logger = logger_of(__name__)
 T = TypeVar("T")
 WAITING: Final = 8  # changes that may wait for the running one
-TURN_S: Final = 0.01  # how often a process looks whether another one's change has ended
 # Errors that say nothing about the bundle.
 PASSING: Final = (TooManyChanges, UnknownBundle, VersionConflict)
 
 
-class Change(StrEnum):
-    """A kind of change. Its value names it in metrics, answers, the log and the audit chain."""
-
-    LOAD = "load"
-    ROLLBACK = "rollback"
-    UNLOAD = "unload"
-    FORGET = "forget"
-    TEACH = "teach"
-    FORGET_FACTS = "forget_facts"
-
-    @property
-    def makes_first(self) -> bool:
-        """Whether it may make the first version of a name."""
-        return self in (Change.LOAD, Change.TEACH)
-
-    @property
-    def loads(self) -> bool:
-        """Whether a bundle is on its way to the workers meanwhile."""
-        return self not in (Change.UNLOAD, Change.FORGET)
-
-    @property
-    def done(self) -> str:
-        """What the log says of a bundle once it is done."""
-        return _DONE[self]
-
-
-_DONE: Final = {
-    Change.LOAD: "loaded",
-    Change.ROLLBACK: "rolled back",
-    Change.UNLOAD: "unloaded",
-    Change.FORGET: "freed of earlier versions",
-    Change.TEACH: "taught",
-    Change.FORGET_FACTS: "freed of facts",
-}
-
-
 class Transaction:
-    """A change that has its turn."""
+    """A change of a name that has its turn."""
 
-    def __init__(self, limit: asyncio.Timeout, follow: Callable[[], Awaitable[None]]) -> None:
-        self._limit, self._follow = limit, follow
+    def __init__(self, changes: Changes, change: Change, name: str, who: str, limit: asyncio.Timeout) -> None:
+        self._changes, self._change, self._name, self._who, self._limit = changes, change, name, who, limit
 
     async def record(self, write: Callable[..., T], *arguments: Any) -> T:
         """Record the change, which takes effect with that. Its time limit does not end it any more."""
         if self._limit.expired():
             raise TimeoutError
         self._limit.reschedule(None)
-        result = await asyncio.to_thread(write, *arguments)
-        await self._follow()
+        result = await to_its_end(asyncio.to_thread(write, *arguments))
+        with contextlib.suppress(InduceKVError):  # it is recorded: others see it as soon as they can read it
+            await self._changes.versions.follow()
         return result
+
+    async def serve(self, checked: Checked, source: str, *, keep: int, pin: bool | None = None) -> None:
+        """Make a checked bundle resident, let the name stand for it, and log it.
+
+        Args:
+            source: the path that it was loaded from.
+            keep: at most so many versions of the name are kept.
+            pin: whether the name's versions stay in the pool; None as before.
+        """
+        began, memory, versions = time.monotonic(), checked.memory, self._changes.versions
+        name, digest = self._name, memory.digest
+        self._changes.names.check_memory(name, memory)
+        before = versions.state.find(name)
+        async with self._changes.bringing.resident(memory) as resident_bytes:
+            record = self._record(checked, source)
+            to = Pointed(record, memory, self._event(before is None), resident_bytes, checked.bundle, keep, pin)
+            left = await self.record(versions.state.point, to)
+        versions.release(left)
+        self._changes.metrics.pointed(name, versions.pool.version(digest))
+        done = "replaced" if self._event(before is None) == "replace" else self._change.done
+        logger.info(
+            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
+            name,
+            done if before is None else f"{done} (digest before {before.digest})",
+            self._who,
+            time.monotonic() - began,
+            digest,
+            memory.num_entries,
+            resident_bytes,
+            source,
+        )
+        if num_expired := memory.num_entries - len(memory.alive()):
+            entries = memory.num_entries
+            logger.warning(
+                "memory bundle %r: %d of %d entries have expired and are not used", name, num_expired, entries
+            )
+
+    async def serve_cold(self, checked: Checked, tag: str) -> None:
+        """Let the name stand for a checked bundle, which is cold, with what a resolver says of its file."""
+        versions, memory = self._changes.versions, checked.memory
+        event = self._event(self._name not in self._changes.names)
+        to = Pointed(self._record(checked, memory.path), memory, event, tag=tag)
+        versions.release(await self.record(versions.state.point, to))
+        logger.info("memory bundle %r found by the resolver: digest %s", self._name, memory.digest)
+
+    async def unload(self) -> str:
+        """Take the name away, with its versions; return the digest that it stood for."""
+        versions = self._changes.versions
+        digest = versions.state.served(self._name).digest
+        versions.release(await self.record(versions.state.unload, self._name, self._who))
+        version = versions.pool.find(digest)
+        used = version.leases if version is not None else 0
+        logger.info(
+            "memory bundle %r unloaded by %s: digest %s, used by %d requests", self._name, self._who, digest, used
+        )
+        return digest
+
+    def _record(self, checked: Checked, source: str) -> VersionRecord:
+        memory = checked.memory
+        return VersionRecord(
+            self._name, memory.digest, memory.metadata.parent_digest, datetime.now(UTC), self._who, source
+        )
+
+    def _event(self, is_new: bool) -> str:
+        """How the audit chain names the change."""
+        return "replace" if self._change is Change.LOAD and not is_new else self._change.value
 
 
 class Changes:
@@ -88,52 +123,49 @@ class Changes:
 
     def __init__(
         self,
-        state: ServerState,
+        versions: Versions,
+        bringing: Bringing,
+        names: Names,
         journal: Journal,
+        metrics: RegistryMetrics,
         stop: EngineStop,
-        follow: Callable[[], Awaitable[None]],
-        counted: Callable[[Change], AbstractContextManager[None]],
     ) -> None:
-        """
-        Args:
-            follow: serves what the state has now.
-            counted: a context that counts and times the change in it.
-        """
-        self._state, self._journal, self._stop = state, journal, stop
-        self._follow, self._counted = follow, counted
-        self._turn = asyncio.Lock()
+        self.versions, self.bringing, self.names, self.metrics = versions, bringing, names, metrics
+        self._journal, self._stop = journal, stop
         self._waiting = 0  # changes, the running one included
 
     @contextlib.asynccontextmanager
-    async def making(self, change: Change, name: str, who: str, *, bounded: bool = True) -> AsyncIterator[Transaction]:
-        """One change, alone and within the time that it may take. `bounded`: so that not too many wait.
+    async def making(
+        self, change: Change, name: str, who: str, *, expected_digest: str | None = None, bounded: bool = True
+    ) -> AsyncIterator[Transaction]:
+        """One change, alone and within the time that it may take.
+
+        Args:
+            expected_digest: the name must stand for this version now.
+            bounded: not too many may wait.
 
         Raises:
             TooManyChanges: too many changes wait.
+            UnknownBundle: no bundle of this name is loaded, and the change does not make the first one.
+            VersionConflict: the name does not stand for `expected_digest`.
             LoadTimeout: it takes too long.
             RetryableRequestError: the server is shutting down.
         """
-        limit = LOAD_S
         async with self._shown(change, name, who, bounded):
-            with self._counted(change), self._stop.running():
+            with self.metrics.change(change), self._stop.running():
                 try:
-                    async with asyncio.timeout(limit) as timer, self.alone():
-                        yield Transaction(timer, self._follow)
+                    async with asyncio.timeout(LOAD_S) as timer, self.versions.alone():
+                        self._check_expected(change, name, expected_digest)
+                        yield Transaction(self, change, name, who, timer)
                 except TimeoutError as error:
-                    reason = f"{change} of {name!r} took longer than {limit:g} s; nothing has changed"
+                    reason = f"{change} of {name!r} took longer than {LOAD_S:g} s; nothing has changed"
                     raise LoadTimeout(reason) from error
 
-    @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """One change at a time, in all API processes; what the others have changed is there."""
-        async with self._turn:
-            while not self._state.begin_change():
-                await asyncio.sleep(TURN_S)
-            try:
-                await self._follow()
-                yield
-            finally:
-                self._state.end_change()
+    def _check_expected(self, change: Change, name: str, expected_digest: str | None) -> None:
+        is_first = change.makes_first and name not in self.names
+        found = "no bundle" if is_first else self.versions.state.served(name).digest
+        if expected_digest is not None and found != expected_digest:
+            raise VersionConflict(f"memory bundle {name!r}: expected digest {expected_digest:.100}, found {found}")
 
     @contextlib.asynccontextmanager
     async def _shown(self, change: Change, name: str, who: str, bounded: bool) -> AsyncIterator[None]:
@@ -141,7 +173,7 @@ class Changes:
         began, is_shown, failure = time.monotonic(), False, None
         try:
             with self._waiting_turn() if bounded else contextlib.nullcontext():
-                await asyncio.to_thread(self._state.attempt, name, loading=change.loads)
+                await asyncio.to_thread(self.versions.state.attempt, name, loading=change.loads)
                 is_shown = True
                 yield
         except BaseException as error:
@@ -151,7 +183,9 @@ class Changes:
             reason = None if failure is None else " ".join(str(failure).split()) or repr(failure)
             if is_shown:
                 is_of_the_bundle = isinstance(failure, InduceKVError) and not isinstance(failure, PASSING)
-                ended = partial(self._state.attempted, name, loading=change.loads, change=change.value, reason=reason)
+                ended = partial(
+                    self.versions.state.attempted, name, loading=change.loads, change=change.value, reason=reason
+                )
                 with contextlib.suppress(InduceKVError):  # the disk is full
                     await asyncio.to_thread(ended, says_something=failure is None or is_of_the_bundle)
             if isinstance(failure, Exception):

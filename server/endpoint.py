@@ -16,7 +16,6 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from vllm.engine.protocol import EngineClient
-from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
@@ -29,12 +28,15 @@ from inducekv_vllm.frontend.request import memory_names
 from inducekv_vllm.frontend.stopping import EngineStop
 from inducekv_vllm.vllm_seams.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
+from inducekv_vllm.vllm_seams.patches import patch, patch_some
+from inducekv_vllm.vllm_seams.refused_start import end_start
 
 from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware
 from .bodies import BodyMiddleware, MemoryRoute
+from .engines import Engines
 from .metrics import POOL_BYTES
-from .names import PIN
+from .pool import PoolSize
 from .registry import BundleRegistry
 from .requests import (
     CHANGE_ERRORS,
@@ -49,7 +51,6 @@ from .requests import (
     status_of,
     unrouted,
 )
-from .residency import PoolSize
 from .schemas import (
     ForgetMemoryVersionsRequest,
     ForgottenVersions,
@@ -60,7 +61,7 @@ from .schemas import (
     UnloadMemoryBundleResponse,
 )
 from .state import ServerState
-from .turn import TurnMiddleware
+from .versions import PIN, TurnMiddleware
 
 logger = logger_of(__name__)
 router = APIRouter(tags=[TAG], route_class=MemoryRoute)
@@ -92,6 +93,13 @@ class InduceKVEndpoint:
             InduceKVError: the server cannot serve memory. The server then does not start.
         """
         assert engine_client is not None, "required_tasks keeps this plugin off servers without an engine"
+        try:
+            await self._init(engine_client, state)
+        except InduceKVError as error:
+            end_start(error)
+            raise
+
+    async def _init(self, engine_client: EngineClient, state: State) -> None:
         config = InduceKVConfig.from_vllm(engine_client.vllm_config) or InduceKVConfig()
         stop = EngineStop(engine_client)
         stop.install()
@@ -107,10 +115,10 @@ class InduceKVEndpoint:
         memory_state = await asyncio.to_thread(
             lambda: ServerState(config.state or run / "state", keeps_bundles=config.state is not None, process=process)
         )
-        registry = BundleRegistry(engine_client, models, backbone, memory_state, config, stop, pool)
+        registry = BundleRegistry(Engines(engine_client, pool), models, backbone, memory_state, config, stop)
         await registry.start(run.name, access.key_name)
         engine = MemoryEngine(engine_client, registry, config, stop, registry.journal)
-        engine_client.generate = engine.generate  # type: ignore[method-assign]
+        patch(engine_client, "generate", lambda _: engine.generate)
         guard_adapters(models, registry)
         refuse_beam_search(state, engine)
         bring_bundles(state, models, registry, config)
@@ -134,16 +142,6 @@ def run_folder(processes: int) -> Path:
 
 async def check_server(client: EngineClient) -> PoolSize:
     """The size of a rank's pool, which is exported. Raises UnsupportedModel: bundles cannot be managed here."""
-    parallel = client.vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        size = parallel.pipeline_parallel_size
-        raise UnsupportedModel(f"memory bundles cannot be served with --pipeline-parallel-size {size}")
-    multimodal = client.model_config.multimodal_config
-    if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
-        raise UnsupportedModel(
-            "memory bundles cannot be served with --mm-processor-cache-type shm: its entries are handed over once, "
-            "and a request that goes back to the beginning needs its pictures again"
-        )
     try:
         stats, *_ = await client.collective_rpc("inducekv_stats")
     except Exception as error:
@@ -160,7 +158,7 @@ def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> Non
             return f"{lora_name!r} cannot name an adapter: names that end so are pinned to a version of a bundle"
         if lora_name in registry:
             return f"{lora_name!r} is a memory bundle; use /v1/load_memory_bundle and /v1/unload_memory_bundle"
-        if users := registry.users_of_adapter(lora_name):
+        if users := registry.state.users_of_adapter(lora_name):
             return f"the memory bundles {', '.join(users)} need the adapter {lora_name!r} as it is; unload them first"
         return None
 
@@ -172,8 +170,8 @@ def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> Non
 
         return guarded_change
 
-    models.load_lora_adapter = guarded(models.load_lora_adapter)  # type: ignore[method-assign]
-    models.unload_lora_adapter = guarded(models.unload_lora_adapter)  # type: ignore[method-assign]
+    patch(models, "load_lora_adapter", guarded)
+    patch(models, "unload_lora_adapter", guarded)
 
 
 def refuse_beam_search(state: State, engine: MemoryEngine) -> None:
@@ -190,9 +188,7 @@ def refuse_beam_search(state: State, engine: MemoryEngine) -> None:
 
         return guarded_search
 
-    for serving in vars(state)["_state"].values():
-        if isinstance(serving, BeamSearchOnlineMixin):
-            serving.beam_search = guarded(serving.beam_search)  # type: ignore[method-assign]
+    patch_some(vars(state)["_state"].values(), "beam_search", guarded, of="routes")
 
 
 def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleRegistry, config: InduceKVConfig) -> None:
@@ -210,9 +206,7 @@ def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleReg
 
         return guarded_check
 
-    for serving in vars(state)["_state"].values():
-        if hasattr(serving, "_check_model"):
-            serving._check_model = guarded(serving._check_model)
+    patch_some(vars(state)["_state"].values(), "_check_model", guarded, of="routes")
 
 
 @router.post(

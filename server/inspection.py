@@ -116,7 +116,7 @@ async def models(request: Request, after: After = "", limit: Limit = PAGE) -> Mo
     ids = [card.id for card in first]
     if after:
         first = first[ids.index(after) + 1 :] if after in ids else []
-    bundles = await asyncio.to_thread(registry_of(request).page, "" if after in ids else after, limit + 1)
+    bundles = await asyncio.to_thread(registry_of(request).state.page, "" if after in ids else after, limit + 1)
     cards = [*first, *(_card(served, name, digest) for name, digest in bundles)]
     return ModelPage(data=cards[:limit], has_more=len(cards) > limit)
 

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from inducekv_vllm.errors import InduceKVError
+from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.vllm_seams.config import (
     ADMIN_KEY_VARIABLE,
     CONFIG_KEY,
@@ -22,11 +22,14 @@ from inducekv_vllm.vllm_seams.config import (
     WORKER_CLS,
     InduceKVConfig,
 )
+from inducekv_vllm.vllm_seams.refused_start import reason_of_refusal
 
 from .demo import BUNDLE, CHECKPOINT
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from inducekv_vllm.bundle import BackboneFingerprint
 
 PROGRAM: Final = "inducekv-serve"
 PLUGIN: Final = "inducekv"
@@ -50,7 +53,7 @@ class UsageError(InduceKVError):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `inducekv-serve`; exits with status 2 on an invalid command line."""
+    """Entry point of `inducekv-serve`; a start that is refused ends with one line and status 2."""
     given = sys.argv[1:] if argv is None else list(argv)
     try:
         if "--print-demo-model" in given:
@@ -59,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
         args = parsed(given)
         prepare(args, os.environ)
+        run_vllm(args)
     except InduceKVError as error:
         _refuse(error)
-    run_vllm(args)
 
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
@@ -116,8 +119,6 @@ def add_flags(group: Any) -> None:
     add("--require-signature", "require_signature", "KEY", text, type=_absolute, action="append")
     text = "serve a page for people at /memory: bundles, facts, questions with and without memory, latest decisions"
     add("--memory-page", "memory_page", None, text, action="store_const", const=True)
-    text = "append what the relevance gate sees of every request, and its decision, to FILE: numbers, no text"
-    add("--gate-log", "gate_log", "FILE", text, type=_absolute)
 
 
 def _absolute(path: str) -> str:
@@ -147,7 +148,8 @@ def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> 
     """Set what memory needs, and refuse what cannot be served: the engine, which refuses it too, takes minutes.
 
     Raises:
-        InduceKVError: a setting, a bundle, a file, the admin key or the model's folder cannot be used.
+        InduceKVError: a setting, a name, a bundle, a file, the admin key, the model's folder or a flag of vLLM cannot
+            be used.
     """
     own = taken_settings(args)
     set_admin_key(environment, own.pop("admin_key", None), needed="roots" in own)
@@ -156,9 +158,12 @@ def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> 
         raise UsageError(f"--additional-config must be a JSON object, found {args.additional_config!r}")
     config = merged(args.additional_config.get(CONFIG_KEY, {}), own)
     args.additional_config = {**args.additional_config, CONFIG_KEY: config.model_dump(exclude_unset=True)}
-    check_files(config)
-    check_model(args.model_tag or args.model)
     set_defaults(args, environment)
+    check_names(config, args)
+    backbone = check_model(args.model_tag or args.model)
+    check_files(config, backbone)
+    if backbone is not None:
+        check_flags(args)
 
 
 def taken_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -227,18 +232,31 @@ def set_admin_key(environment: MutableMapping[str, str], given: str | None, *, n
     environment[ADMIN_KEY_VARIABLE] = key
 
 
-def check_files(config: InduceKVConfig) -> None:
-    """Raises InduceKVError: a bundle, a key, the state or the gate's log cannot be used."""
+def check_names(config: InduceKVConfig, args: argparse.Namespace) -> None:
+    """Raises ConfigError: a name cannot be that of a bundle, or is taken; or there are too many."""
+    from .names import refuse_reserved
+
+    served = args.served_model_name or [args.model_tag or args.model]
+    adapters = [each.name for each in args.lora_modules or ()]
+    for name in config.bundles:
+        refuse_reserved(name)
+        if name in served:
+            raise ConfigError(f"the name {name!r} is taken by the served model")
+        if name in adapters:
+            raise ConfigError(f"the name {name!r} is taken by a LoRA adapter")
+
+
+def check_files(config: InduceKVConfig, backbone: BackboneFingerprint | None) -> None:
+    """Raises InduceKVError: a bundle, a key or the state cannot be used."""
     from inducekv_vllm.bundle import read_bundle, read_public_key, require_signature
     from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
-    from inducekv_vllm.workers.gate_log import open_log
 
     from .resolvers import resolver_of
     from .state import check_state_file
 
     signers = [read_public_key(path) for path in config.require_signature]
     for name, path in config.bundles.items():
-        bundle = read_bundle(path, name=f"--memory {name}: {path}")
+        bundle = read_bundle(path, backbone=backbone, name=f"--memory {name}: {path}")
         if signers:
             require_signature(bundle.signature, bundle.digest, signers, f"--memory {name}: {path}")
         if name == config.shared:
@@ -247,12 +265,10 @@ def check_files(config: InduceKVConfig) -> None:
         resolver_of(config.resolver)
     if config.state is not None:
         check_state_file(Path(config.state))
-    if config.gate_log is not None:
-        os.close(open_log(config.gate_log))
 
 
-def check_model(model: str) -> None:
-    """Look at a model's folder; an id of the hub is left to the engine, which fetches it.
+def check_model(model: str) -> BackboneFingerprint | None:
+    """The backbone in a model's folder; None for an id of the hub, which is left to the engine.
 
     Raises:
         UnsupportedModel: it is of a kind that cannot have a memory.
@@ -261,8 +277,28 @@ def check_model(model: str) -> None:
     from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 
     require_model_folder(model)
-    if Path(model).is_dir():
-        backbone_fingerprint(model)
+    return backbone_fingerprint(model) if Path(model).is_dir() else None
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Make vLLM's configuration of the flags, as the engine does, and look at it; the model has a folder.
+
+    Raises:
+        UnsupportedModel: memory would be wrong with it.
+        UsageError: vLLM refuses the flags itself.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.logger import suppress_logging
+
+    from inducekv_vllm.vllm_seams.requirements import check_engine
+
+    given = argparse.Namespace(**{**vars(args), "model": args.model_tag or args.model})
+    try:
+        with suppress_logging():
+            config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    except ValueError as error:
+        raise UsageError(" ".join(str(error).split())) from error
+    check_engine(config)
 
 
 def demo_model() -> Path:
@@ -303,7 +339,12 @@ def run_vllm(args: argparse.Namespace) -> None:
     configure_logging_from_args(args)
     command = ServeSubcommand()
     command.validate(args)
-    command.cmd(args)
+    try:
+        command.cmd(args)
+    except BaseException as error:  # other processes have ended without a word: `refused_start.py`
+        if (reason := reason_of_refusal()) is None:
+            raise
+        raise UsageError(reason) from error
 
 
 def _refuse(error: InduceKVError) -> NoReturn:

@@ -11,16 +11,16 @@ import time
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import vllm
 from prometheus_client import Counter, Gauge, Histogram
 
 import inducekv_vllm
 from inducekv_vllm.frontend.observation import OTHER, BundleMetrics, end_series, several_processes
-from inducekv_vllm.frontend.served_bundle import ServedBundle
 
-from .changes import Change
+from .pool import Version
+from .schemas import Change
 
 OUTCOMES: Final = ("done", "refused")
 EXPORTED: Final = 64  # names with series of their own
@@ -90,16 +90,6 @@ FOUND, SAME, MISSING, FAILED = LOOK_OUTCOMES = ("found", "same", "missing", "fai
 _OF_A_NAME: Final = (BUNDLE_INFO, LOADED_AT, ENTRIES, RESIDENT_BYTES)
 
 
-class Resident(Protocol):
-    """A version that is resident: see `names.Version`."""
-
-    memory: ServedBundle
-    resident_bytes: int
-    is_named: bool
-    is_pinned: bool
-    active: int
-
-
 class RegistryMetrics:
     """Keeps the metrics of one registry; it belongs to the server's event loop."""
 
@@ -122,7 +112,7 @@ class RegistryMetrics:
         """The names with series of their own."""
         return list(self._series)
 
-    def of_requests(self, name: str, version: Resident) -> BundleMetrics:
+    def of_requests(self, name: str, version: Version) -> BundleMetrics:
         """The series that a request to a name counts in."""
         self._asked[name] += 1
         if len(self._asked) > COUNTED:
@@ -130,9 +120,9 @@ class RegistryMetrics:
         self.pointed(name, version)
         return self._series.get(name) or BundleMetrics(name, label=OTHER)
 
-    def pointed(self, name: str, version: Resident) -> None:
+    def pointed(self, name: str, version: Version) -> None:
         """`name` now stands for this version."""
-        digest = version.memory.digest
+        digest = version.digest
         if self._digests.get(name) == digest or not self._has_series(name):
             return
         self._series[name].begin(version.memory)
@@ -141,7 +131,7 @@ class RegistryMetrics:
         BUNDLE_INFO.labels(name, digest).set(1)
         LOADED_AT.labels(name).set(time.time())
         ENTRIES.labels(name).set(version.memory.num_entries)
-        RESIDENT_BYTES.labels(name).set(version.resident_bytes)
+        RESIDENT_BYTES.labels(name).set(version.nbytes)
 
     def _has_series(self, name: str) -> bool:
         """Whether a name has series; it may begin some, in the place of a name that is asked for half as often."""
@@ -169,7 +159,7 @@ class RegistryMetrics:
         else:
             BUNDLE_INFO.remove(name, digest)
 
-    def follow(self, names: Mapping[str, str | None], versions: Mapping[str, Resident]) -> None:
+    def follow(self, names: Mapping[str, str | None], versions: Mapping[str, Version]) -> None:
         """
         Args:
             names: what those stand for that were exported a moment ago; None for nothing.
@@ -183,13 +173,13 @@ class RegistryMetrics:
                 continue
             if digest in versions:
                 self.pointed(name, versions[digest])
-            RESIDENT_BYTES.labels(name).set(versions[digest].resident_bytes if digest in versions else 0)
+            RESIDENT_BYTES.labels(name).set(versions[digest].nbytes if digest in versions else 0)
         unnamed = [version for version in versions.values() if not version.is_named]
         if self._is_first:
-            POOL_USED_BYTES.set(sum(version.resident_bytes for version in versions.values()))
-            POOL_PINNED_BYTES.set(sum(version.resident_bytes for version in versions.values() if version.is_pinned))
+            POOL_USED_BYTES.set(sum(version.nbytes for version in versions.values()))
+            POOL_PINNED_BYTES.set(sum(version.nbytes for version in versions.values() if version.is_pinned))
             DRAINING_VERSIONS.set(len(unnamed))
-        DRAINING_REQUESTS.set(sum(version.active for version in unnamed))
+        DRAINING_REQUESTS.set(sum(version.leases for version in unnamed))
 
     @contextmanager
     def change(self, change: Change) -> Iterator[None]:

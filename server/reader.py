@@ -69,7 +69,7 @@ class BundleReader:
         self, client: EngineClient, backbone: BackboneFingerprint, state: ServerState, config: InduceKVConfig
     ) -> None:
         """Raises ConfigError: a public key cannot be used."""
-        self._client, self._backbone, self._state, self._config = client, backbone, state, config
+        self._client, self._backbone, self._state = client, backbone, state
         self._signers = [read_public_key(path) for path in config.require_signature]
         self._checked: set[str] = set()  # digests of which this process has checked what the workers cannot
         self._threads = ThreadPoolExecutor(READS, "inducekv-read")
@@ -92,22 +92,22 @@ class BundleReader:
         Raises:
             BundleError: as for `read`; or the file holds something else now.
         """
-        async with self._file_of(record) as path:
-            yield await self._in_thread(self._read_version, path, record)
+        async with self._file_of(record.name, record.digest) as path:
+            yield await self._in_thread(self._read_version, path, record.name, record.digest)
 
     @contextlib.asynccontextmanager
-    async def again(self, record: VersionRecord, memory: ServedBundle) -> AsyncIterator[ServedBundle]:
-        """A version that is kept, to be loaded again. Its file may be gone after the context.
+    async def again(self, name: str, memory: ServedBundle) -> AsyncIterator[str]:
+        """The path of a version that is kept, to be loaded again. Its file may be gone after the context.
 
         It is not read here, but once for who has signed it, and for its adapters: the workers compare its digest.
 
         Raises:
             BundleError: as for `version`.
         """
-        async with self._file_of(record) as path:
-            if self._has_more(memory) and record.digest not in self._checked:
-                memory = (await self._in_thread(self._read_version, path, record)).memory
-            yield dataclasses.replace(memory, path=path)
+        async with self._file_of(name, memory.digest) as path:
+            if self._has_more(memory) and memory.digest not in self._checked:
+                await self._in_thread(self._read_version, path, name, memory.digest)
+            yield path
 
     @contextlib.asynccontextmanager
     async def changed(self, record: VersionRecord | None, teach: Teaching) -> AsyncIterator[Changed]:
@@ -119,7 +119,9 @@ class BundleReader:
         if self._signers:
             raise ConfigError("this server serves signed bundles alone, and what is taught over HTTP is not signed")
         async with contextlib.AsyncExitStack() as stack:
-            path = None if record is None else await stack.enter_async_context(self._file_of(record))
+            path = None
+            if record is not None:
+                path = await stack.enter_async_context(self._file_of(record.name, record.digest))
             changed = await self._in_thread(self._change, path, record, teach)
         try:
             yield changed
@@ -147,18 +149,18 @@ class BundleReader:
         return FactReader.of_engine(self._client.vllm_config, self._backbone)
 
     @contextlib.asynccontextmanager
-    async def _file_of(self, record: VersionRecord) -> AsyncIterator[str]:
+    async def _file_of(self, name: str, digest: str) -> AsyncIterator[str]:
         """A copy of what the state has, or what it was loaded from. Raises CapacityError: no room for a copy."""
-        path, bundle = await asyncio.to_thread(self._state.kept, record.digest)
+        path, bundle = await asyncio.to_thread(self._state.kept, digest)
         if bundle is None:
             yield path
             return
-        copy = Path(self._folder.name, f"kept-{record.digest}.safetensors")
+        copy = Path(self._folder.name, f"kept-{digest}.safetensors")
         try:
             try:
                 await asyncio.to_thread(copy.write_bytes, bundle)
             except OSError as error:
-                reason = f"bundle {record.name!r} cannot be copied for the workers: {error.strerror}"
+                reason = f"bundle {name!r} cannot be copied for the workers: {error.strerror}"
                 raise CapacityError(reason) from error
             yield str(copy)
         finally:
@@ -171,11 +173,11 @@ class BundleReader:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
-    def _read_version(self, path: str, record: VersionRecord) -> Checked:
-        checked = self._read_checked(record.name, path, None, keep=False)
-        if checked.memory.digest != record.digest:
+    def _read_version(self, path: str, name: str, digest: str) -> Checked:
+        checked = self._read_checked(name, path, None, keep=False)
+        if checked.memory.digest != digest:
             raise BundleError(
-                f"bundle {record.name!r} ({path}): the file has changed: expected digest {record.digest}, found "
+                f"bundle {name!r} ({path}): the file has changed: expected digest {digest}, found "
                 f"{checked.memory.digest}; a server with a state file keeps bundles"
             )
         return checked

@@ -18,6 +18,7 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .access import Access, ChangeRefused, who
 from .registry import BundleRegistry
+from .state import StateError
 
 logger = logger_of(__name__)
 
@@ -68,6 +69,7 @@ STATUS_OF: Final[dict[type, HTTPStatus]] = {  # and of their subclasses
     VersionConflict: HTTPStatus.CONFLICT,
     CapacityError: HTTPStatus.INSUFFICIENT_STORAGE,
     LoadTimeout: HTTPStatus.GATEWAY_TIMEOUT,
+    StateError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 
 KINDS: Final = {HTTPStatus.BAD_REQUEST: "BadRequestError", HTTPStatus.NOT_FOUND: "NotFoundError"}  # as vLLM has them

@@ -15,25 +15,28 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from cachetools import TTLCache
 from vllm.exceptions import RetryableRequestError
 
+from inducekv_vllm.errors import VersionConflict
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .access import Access
+from .changes import Changes, Transaction
 from .metrics import FAILED, FOUND, LOOKS, MISSING, SAME
-from .names import can_be_name
+from .names import MAX_NAMES, can_be_name
 from .reader import BundleReader, Checked
 from .resolvers import SUFFIX, MemoryResolver, can_be_resolved
-from .state import ServerState
+from .schemas import Change
 
 logger = logger_of(__name__)
 T = TypeVar("T")
+RESOLVER: Final = "resolver"  # who loads what a request has asked for by name
 REMEMBERED: Final = 10_000  # names that are missing, have failed, or were looked up a moment ago, of each
 MISS_S: Final = 5.0  # so long a name is not looked up again that is missing or has failed
 LOOK_S: Final = 30.0  # so long a look may take, and as long what it fetches
@@ -46,21 +49,12 @@ class Resolving:
     def __init__(
         self,
         resolver: MemoryResolver,
-        state: ServerState,
+        changes: Changes,
         reader: BundleReader,
         config: InduceKVConfig,
-        publish: Callable[[str, Checked, str], Awaitable[None]],
-        withdraw: Callable[[str], Awaitable[object]],
-        in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """
-        Args:
-            publish: lets a name stand for a checked bundle with a resolver's tag; it is cold.
-            withdraw: lets a name stand for nothing.
-            in_background: a task that goes on whatever becomes of who waits for it.
-        """
-        self._resolver, self._state, self._reader, self._config = resolver, state, reader, config
-        self._publish, self._withdraw, self._in_background = publish, withdraw, in_background
+        self._resolver, self._changes, self._reader = resolver, changes, reader
+        self._versions, self._state = changes.versions, changes.versions.state
         self._cache = DiskCache(Path(config.resolver_cache or default_cache()), config.resolver_cache_bytes)
         self._free = asyncio.Semaphore(AT_ONCE)
         self._looking: dict[str, asyncio.Task[None]] = {}
@@ -76,20 +70,20 @@ class Resolving:
         Raises:
             RetryableRequestError: it cannot be found out, and the name stands for nothing; the log says why.
         """
-        served = self._state.served(name)
+        served = self._state.find(name)
         if (served is not None and served.tag is None) or name in self._missing or name in self._fresh:
             return
         if name not in self._failed:
             if name not in self._looking:
-                self._looking[name] = self._in_background(self._look(name))
+                self._looking[name] = self._versions.in_background(self._look(name))
                 self._looking[name].add_done_callback(lambda _: self._looking.pop(name))
             await asyncio.shield(self._looking[name])
-        if name in self._failed and self._state.served(name) is None:
+        if name in self._failed and self._state.find(name) is None:
             raise RetryableRequestError(f"memory bundle {name!r:.200} {self._failed[name]}; please retry later")
 
     async def look_again(self, name: str) -> bool:
         """`look`, at a name whose file cannot be read, as if nothing were known of it; False if it was not found."""
-        served = self._state.served(name)
+        served = self._state.find(name)
         if served is None or served.tag is None:
             return False
         await asyncio.to_thread(self._state.forget_tag, name)
@@ -102,13 +96,14 @@ class Resolving:
         try:
             is_path = can_be_name(name) and can_be_resolved(name)
             tag = await self._apart(self._resolver.tag, name) if is_path else None
-            served = self._state.served(name)
+            served = self._state.find(name)
             outcome = SAME
             if tag is None:
                 outcome = MISSING
                 self._missing[name] = None
                 if served is not None:
-                    await self._withdraw(name)
+                    async with self._changing(Change.UNLOAD, name) as made:
+                        await made.unload()
             elif served is None or served.tag != tag:
                 outcome, what = FOUND, "cannot be used as it is now"
                 await self._take(name, tag)
@@ -130,7 +125,25 @@ class Resolving:
                 checked = await asyncio.to_thread(self._cache.keep, copy, checked)
         finally:
             await asyncio.to_thread(copy.unlink, missing_ok=True)
-        await self._publish(name, checked, tag)
+        async with self._changing(Change.LOAD, name, bounded=False) as made:
+            self._changes.names.check_memory(name, checked.memory)
+            await self._make_place(name)
+            self._changes.names.check_name(name, replace=True)
+            await made.serve_cold(checked, tag)
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, change: Change, name: str, *, bounded: bool = True) -> AsyncIterator[Transaction]:
+        """`Changes.making`, unless somebody else has loaded the name since it was looked up."""
+        async with self._changes.making(change, name, RESOLVER, bounded=bounded) as made:
+            if (served := self._state.find(name)) is not None and served.tag is None:
+                raise VersionConflict(f"memory bundle {name!r} was loaded by somebody else since it was looked up")
+            yield made
+
+    async def _make_place(self, name: str) -> None:
+        """If there are too many names for another one, that goes which was found first."""
+        is_new = self._state.find(name) is None
+        if is_new and self._state.num_names() >= MAX_NAMES and (first := self._state.found_first()):
+            self._versions.release(await asyncio.to_thread(self._state.unload, first, RESOLVER))
 
     async def _apart(self, call: Callable[..., T], *arguments: object) -> T:
         """Call what may hang in a thread of its own, which nothing waits for at the end. Raises TimeoutError."""

@@ -6,6 +6,7 @@ What a schema says of lengths and patterns is checked where the value is used, w
 from __future__ import annotations
 
 from datetime import datetime
+from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,14 +14,49 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from inducekv_vllm.bundle.metadata import MAX_WORDING_BYTES, MAX_WORDINGS
 from inducekv_vllm.teaching import DEFAULT_BUDGET_BYTES, DEFAULT_TASK, WhenFull
 
-from .changes import Change
-
 NAME_PATTERN: Final = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$"
 PATH_BYTES: Final = 4096  # Linux's PATH_MAX
 MAX_EXAMPLES: Final = 10_000  # in one request
 LEAST_BUDGET: Final = 2**16  # bytes of a bundle that is taught
 DIGEST: Final = "51c06bd8b5ea7b0a8f6f4a4a4d4b0de5ad5ce26b4e6dd2b7cb7b4f7bd1f4a3c0"
 EARLIER_DIGEST: Final = "9e1f0c5a3f6e8d7c2b1a09f8e7d6c5b4a39281706f5e4d3c2b1a0f9e8d7c6b5a"
+
+
+class Change(StrEnum):
+    """A kind of change. Its value names it in metrics, answers, the log and the audit chain."""
+
+    LOAD = "load"
+    ROLLBACK = "rollback"
+    UNLOAD = "unload"
+    FORGET = "forget"
+    TEACH = "teach"
+    FORGET_FACTS = "forget_facts"
+
+    @property
+    def makes_first(self) -> bool:
+        """Whether it may make the first version of a name."""
+        return self in (Change.LOAD, Change.TEACH)
+
+    @property
+    def loads(self) -> bool:
+        """Whether a bundle is on its way to the workers meanwhile."""
+        return self not in (Change.UNLOAD, Change.FORGET)
+
+    @property
+    def done(self) -> str:
+        """What the log says of a bundle once it is done."""
+        return _DONE[self]
+
+
+_DONE: Final = {
+    Change.LOAD: "loaded",
+    Change.ROLLBACK: "rolled back",
+    Change.UNLOAD: "unloaded",
+    Change.FORGET: "freed of earlier versions",
+    Change.TEACH: "taught",
+    Change.FORGET_FACTS: "freed of facts",
+}
+
 
 BundleState = Literal["loading", "ready", "draining", "failed"]
 BundleName = Annotated[
@@ -244,24 +280,12 @@ class MemoryBundleCard(BaseModel):
     digest: str = Field(description="SHA-256 of the bundle's content, in hexadecimal.", examples=[DIGEST])
     entries: int = Field(description="The number of entries B.")
     expired_entries: int = Field(description="Of these, those that are not used any more: their date has passed.")
-    budget: int = Field(description="The maximum number of entries.")
     facts: int = Field(description="The number of facts.")
-    payload_tokens: int = Field(description="The tokens m of an entry.")
-    form: str = Field(description="`merged` or `decoupled`.", examples=["decoupled"])
-    weighting: str = Field(description="`sqrt`, `prior` or `uniform`.", examples=["uniform"])
-    activations: dict[str, str] = Field(
-        description="From where in a request memory acts, by task; empty for merged memory."
-    )
-    task_adapters: dict[str, str | None] = Field(
-        description="The folders of LoRA adapters, by task; the folders are shown to the admin only."
-    )
     tasks: dict[str, int] = Field(description="Entries by task.", examples=[{"guild": 2, "digit": 2}])
-    gate_tasks: list[str] | None = Field(description="The tasks of the relevance gate; null without a gate.")
     file_bytes: int = Field(description="Bytes of the file.")
     is_resident: bool = Field(description="Whether it is in the pool; if not, the next request waits until it is.")
     resident_bytes: int = Field(description="Bytes in the pool of one rank.")
     pinned: bool = Field(description="Whether what the name stands for stays in the pool.")
-    adapter: str | None = Field(description="The LoRA adapter that the bundle was made with.")
     active_requests: int = Field(description="Requests on this version, under any of its names.")
     versions: list[MemoryVersion] = Field(description="The versions that are kept of the name, the served one first.")
 
@@ -330,7 +354,6 @@ class UnloadMemoryBundleResponse(BaseModel):
 
     name: BundleName
     digest: str = Field(description="Of the version that the name stood for.", examples=[DIGEST])
-    unloaded: Literal[True] = True
 
 
 class MemoryDecision(BaseModel):
@@ -360,38 +383,7 @@ class MemoryTrace(BaseModel):
 
     object: Literal["memory_trace"] = "memory_trace"
     id: str = Field(description="The id of the response.", examples=["chatcmpl-8f0c"])
-    traces: list[dict[str, Any]] = Field(
-        description="One trace for each prompt or turn of the response.",
-        examples=[
-            [
-                {
-                    "bundle": "guild",
-                    "digest": DIGEST,
-                    "form": "decoupled",
-                    "weighting": "uniform",
-                    "start": 0,
-                    "adapter": None,
-                    "num_entries": 2,
-                    "gate": {
-                        "open": True,
-                        "task": "guild",
-                        "closed": None,
-                        "margins": {"guild": 6.2, "digit": -9.4},
-                    },
-                    "remainder": False,
-                    "entries": [{"index": 0, "id": "guild-17", "task": "guild", "weight": 1.0}],
-                    "facts": [],
-                    "missed": None,
-                    "shared": None,
-                    "timings": {
-                        "decision_source": "computed",
-                        "decision_ms": 0.2,
-                        "request_ms": 93.1,
-                    },
-                }
-            ]
-        ],
-    )
+    traces: list[dict[str, Any]] = Field(description="One trace for each prompt or turn of the response.")
 
 
 class MemoryServer(BaseModel):

@@ -18,7 +18,6 @@ from inducekv_vllm.frontend.pictures import is_picture
 from inducekv_vllm.teaching import Taught, fact_of, forgotten, taught
 
 from .bodies import MemoryRoute
-from .changes import Change
 from .registry import ChangedFacts
 from .requests import (
     CHANGE_ERRORS,
@@ -33,6 +32,7 @@ from .requests import (
     registry_of,
 )
 from .schemas import (
+    Change,
     CorrectExampleRequest,
     ExampleMessage,
     MemoryExample,

@@ -2,6 +2,7 @@
 
     run.py             the command
     workloads.py       a step with memory: its tensors, bytes and operations
+    twin.py            the kernels in plain torch
     attention.py       each workload against the twin, and against the roofline
     replay.py          one CUDA graph over changing plans, tables and bundles
     rivals.py          the same work by concatenation and by copies

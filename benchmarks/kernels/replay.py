@@ -14,7 +14,7 @@ import torch
 from benchmarks.geometries import Geometry
 from benchmarks.kernels.timing import capture
 from benchmarks.kernels.workloads import TOLERANCE, Case, Workload, build, deviation
-from inducekv_vllm.attention.kernels.tiles import idle_plan, plan_tiles
+from inducekv_vllm.attention.kernels.tiles import StepPlan, idle_plan, plan_tiles
 
 ROWS, SMALL_ROWS = 64, 4
 ENTRIES, SMALL_ENTRIES = 128, 3
@@ -28,7 +28,7 @@ def measure(
     rows, entries = (ROWS, ENTRIES) if timed else (SMALL_ROWS, SMALL_ENTRIES)
     workload = build(Case("decode", rows, entries, "merged", 3, page_sets=4), geometry, dtype, device)
     output, start = workload.self_output, workload.self_output.clone()
-    workload.step.copy_plan(idle_plan(workload.shape))
+    _copy_plan(workload, idle_plan(workload.shape))
 
     def call() -> None:
         workload.add_memory(output)
@@ -80,4 +80,10 @@ def _next_step(workload: Workload, rng: np.random.Generator) -> None:
     # Some rows share a slot, and some have no memory.
     slots = (1 + set_of_row + sets * rng.integers(0, rows // sets, rows)) * (rng.random(rows) < 0.7)
     slots[0] = 1
-    workload.step.copy_plan(plan_tiles(slots, np.concatenate([[0], lengths])[slots], workload.shape))
+    _copy_plan(workload, plan_tiles(slots, np.concatenate([[0], lengths])[slots], workload.shape))
+
+
+def _copy_plan(workload: Workload, plan: StepPlan) -> None:
+    """In place, as between graph replays."""
+    for own, new in zip(workload.step.plan, plan.arrays(), strict=True):
+        own.copy_(torch.from_numpy(new))

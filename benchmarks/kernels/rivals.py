@@ -2,7 +2,6 @@
 
     no memory      self-attention alone
     kernels        self-attention, then this repository's kernels over one resident copy of the pages
-    kernels beside self-attention, and beside it on another stream what decoupled memory without maps needs
     concatenated   the pages copied in front of each request's keys, step by step, then FlashAttention
     copied         the copies are made once and kept: FlashAttention over longer caches, and bytes for each request
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from benchmarks.geometries import Geometry
 from benchmarks.kernels.timing import microseconds
 from benchmarks.kernels.workloads import FORMS, TOLERANCE, Case, Workload, build, deviation, with_sqrt_weighting
 
-_side_stream = cache(torch.cuda.Stream)
 Attended = tuple[Tensor, Tensor]  # output [n, R, H, D], log-sum-exp [n, R, H] float32
 HALF = (torch.float16, torch.bfloat16)
 
@@ -121,20 +119,6 @@ class Inputs:
         workload.with_lse(lse).add_memory(output, layer)
         return output
 
-    def beside(self, workload: Workload, layer: int) -> Tensor:
-        """By the kernels, on another stream than self-attention."""
-        if not workload.query.is_cuda:
-            read, output = workload.read_beside(layer), self.without_memory(layer)
-        else:
-            main, side = torch.cuda.current_stream(), _side_stream()
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                read = workload.read_beside(layer)
-            output = self.without_memory(layer)
-            main.wait_stream(side)
-        workload.add_read(read, output)
-        return output
-
     def gathered(self, layer: int) -> Pages:
         """What a request attends to: its scaled pages with its own keys and values, or with a null token.
 
@@ -183,12 +167,10 @@ def copied(inputs: Inputs) -> Callable[[int], Tensor]:
 RIVALS: dict[str, Callable[[Inputs], Callable[[int], Tensor]]] = {
     "no memory": lambda inputs: inputs.without_memory,
     "kernels": lambda inputs: lambda layer: inputs.by_kernels(inputs.prior, layer),
-    "kernels beside": lambda inputs: lambda layer: inputs.beside(inputs.prior, layer),
     "concatenated": lambda inputs: lambda layer: inputs.over(inputs.gathered(layer), layer),
     "copied": copied,
 }
 COPIES = ("concatenated", "copied")
-BESIDE = "kernels beside"
 
 
 def measure(
@@ -199,13 +181,11 @@ def measure(
     for case in cases() if timed else small_cases():
         inputs = draw_inputs(case, geometry, dtype, device, LAYERS if timed else 1, CONTEXT if timed else SMALL_CONTEXT)
         for name, prepare in RIVALS.items():
-            if name == BESIDE and not inputs.prior.can_read_beside:
-                continue
             result: dict[str, Any] = {"case": case.name, "rival": name, "right": True}
             try:
                 run = prepare(inputs)
-                if name in (*COPIES, BESIDE):
-                    error = deviation(run(0), inputs.by_kernels(inputs.prior if name == BESIDE else inputs.sqrt, 0))
+                if name in COPIES:
+                    error = deviation(run(0), inputs.by_kernels(inputs.sqrt, 0))
                     # Both round, each in its own order.
                     result |= {"deviation": error, "right": error < 2 * TOLERANCE[dtype]}
                 if timed:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.geometries import Geometry
-from inducekv_vllm.attention.kernels import launch, twin
+from benchmarks.kernels import twin
+from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.geometry import KernelGeometry, MemoryRows
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
 from inducekv_vllm.attention.kernels.tiles import IntArray, LaunchShape, Processors, StepPlan, plan_tiles
@@ -104,20 +105,6 @@ class Workload:
 
     def add_memory(self, output: Tensor, layer: int = 0) -> None:
         launch.add_memory(self.pools[layer], self.tables, self.step, self.query, output, *self._rest())
-
-    @property
-    def can_read_beside(self) -> bool:
-        return not (self.shape.maps or self.shape.lse)
-
-    def read_beside(self, layer: int) -> Tensor:
-        """What a launch beside self-attention reads: [R, H, V] float32."""
-        read, beside = torch.empty_like(self.self_output, dtype=torch.float32), replace(self.shape, beside=True)
-        rest = self.geometry.scale, beside
-        launch.add_memory(self.pools[layer], self.tables, self.step, self.query, read, None, *rest)
-        return read
-
-    def add_read(self, read: Tensor, output: Tensor) -> None:
-        launch.add_read(self.step, read, output, self.shape)
 
     def with_lse(self, lse: Tensor) -> Workload:
         """The same step behind a self-attention of log-sum-exp [R, H], which not every launch takes."""

@@ -34,14 +34,6 @@ class AddsMemory(Protocol):
         """
         ...
 
-    def read_beside(self, layer: int, query: Tensor, scale: float) -> None:
-        """Self-attention of these queries [rows, H, D] comes next; what memory needs of them alone may run beside it.
-
-        Args:
-            scale: the softmax scale.
-        """
-        ...
-
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """Add the step's memory to the output of a layer's self-attention, in place.
 
@@ -104,10 +96,6 @@ def _with_memory(base: Any) -> type:
         ) -> Tensor:
             is_profiling, num_rows = attn_metadata is None, len(query)
             self.keeps_lse = not is_profiling and self.memory.needs_lse(num_rows)
-            asked: Tensor | None = None
-            if not is_profiling and self.memory.acts(num_rows):
-                asked = _unquantised(query, output, layer)
-                self.memory.read_beside(self.layer_index, asked, self.scale)
             result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if is_profiling:
                 return result
@@ -120,8 +108,7 @@ def _with_memory(base: Any) -> type:
                 decide()  # memory may act from this layer on
             if not self.memory.acts(num_rows):
                 return result
-            asked = _unquantised(query, output, layer) if asked is None else asked[: len(query)]
-            self.memory.add(self.layer_index, asked, output, lse, self.scale)
+            self.memory.add(self.layer_index, _unquantised(query, output, layer), output, lse, self.scale)
             return result
 
     MemoryImpl.__name__ = MemoryImpl.__qualname__ = f"Memory{base.__name__}"

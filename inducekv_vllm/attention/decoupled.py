@@ -54,9 +54,6 @@ class DecoupledStep:
             return key, value
         return _cleared(key, rows), _cleared(value, rows)
 
-    def read_beside(self, layer: int, query: Tensor, scale: float) -> None:
-        """Nothing: a CPU runs one operation after the other."""
-
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
         for active in self.active:

@@ -4,9 +4,7 @@ Decoupled memory works around any attention backend. Merged memory needs the log
 FlashAttention gives (`merged/flash.py`).
 
 CUDA graphs are captured for kinds of steps, and each step chooses. Those without memory launch nothing of it.
-Those with decoupled memory without maps launch a kernel that can do no more; it needs queries alone, so a branch of the
-graph on another stream may read it beside self-attention. That is off by default: FlashAttention 3 takes all
-processors, also for one row, and on an H200 nothing of the read was hidden. The second of two memories is launched
+Those with decoupled memory without maps launch a kernel that can do no more. The second of two memories is launched
 behind the first one, in graphs of a kind of their own: it acts on what that has made of the output.
 """
 
@@ -57,7 +55,6 @@ class KernelMemoryAttention:
         model: ModelConfig,
         processors: Processors,
         most_graph_rows: int,
-        is_beside: bool = False,
         most_memories: int = 1,
         choose_graphs: Callable[[GraphKind], None] = lambda _: None,
         kernels: Any = launch,
@@ -66,15 +63,14 @@ class KernelMemoryAttention:
 
         Args:
             most_graph_rows: rows of the largest graph that has attention in it; 0 if there is none.
-            is_beside: graphs read what decoupled memory they can beside self-attention.
             most_memories: of one request, 1 or 2.
             choose_graphs: called with what the running step needs, and at its end with what no memory needs.
-            kernels: `kernels.launch`, or whatever has an `add_memory` and an `add_read` that do the same.
+            kernels: `kernels.launch`, or whatever has an `add_memory` that does the same.
         """
         self.merged_refusal: UnsupportedModel | None = None
         self._device, self._model = device, model
-        self._most_graph_rows, self._is_beside = most_graph_rows, is_beside and pool.shape.has_maps
-        self._most_memories, self._choose_graphs, self._kernels = most_memories, choose_graphs, kernels
+        self._most_graph_rows, self._most_memories = most_graph_rows, most_memories
+        self._choose_graphs, self._kernels = choose_graphs, kernels
         self.most_entries: int | None = tables.most_entries
         self._tables = tables
         self._num_heads = pool.shape.num_kv_heads * pool.shape.heads_per_kv_head
@@ -96,7 +92,6 @@ class KernelMemoryAttention:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
         self._graphs: GraphBuffers  # from `attach` on
         self._graphs_behind: GraphBuffers | None = None  # of the second of two memories
-        self._read: Tensor  # [rows of the largest graph, H, V] float32, beside self-attention; from `attach` on
         self._captured = GraphKind.NONE  # what is launched outside of steps
         self.deciding: dict[int, Callable[[], None]] = {}
         self._in_step = False
@@ -112,11 +107,9 @@ class KernelMemoryAttention:
             self.merged_refusal = refusal
             logger.info("only decoupled memory can be served: %s", refusal)
         can_merge, rows = self.merged_refusal is None, self._most_graph_rows
-        self._graphs = GraphBuffers(self._geometry, rows, can_merge, self._is_beside, self._device)
+        self._graphs = GraphBuffers(self._geometry, rows, can_merge, self._device)
         if self._most_memories > 1:
-            self._graphs_behind = GraphBuffers(self._geometry, rows, False, False, self._device)
-        sizes = rows if self._is_beside else 0, self._num_heads, self._geometry.value_size
-        self._read = torch.zeros(sizes, device=self._device.torch_device)
+            self._graphs_behind = GraphBuffers(self._geometry, rows, False, self._device)
         attach_to_decoders(layers, self)
 
     def cached_values(self, kv_cache: Tensor) -> Tensor:
@@ -179,24 +172,12 @@ class KernelMemoryAttention:
         """See `AddsMemory`. Here the limits of what loads have to suffice: to look at them would cost every request."""
         return key, value
 
-    def read_beside(self, layer: int, query: Tensor, scale: float) -> None:
-        """See `AddsMemory`."""
-        now = self._launch(len(query))
-        if now is None or not now.shape.beside:
-            return
-        with self._device.forked():
-            self._launch_kernel(layer, now, query, self._read[: len(query)], None, scale)
-
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         """See `AddsMemory`."""
         now = self._launch(len(query))
         if now is None:
             return
-        if now.shape.beside:
-            self._device.join()
-            self._kernels.add_read(now.tensors, self._read[: len(query)], output, now.shape)
-        else:
-            self._launch_kernel(layer, now, query, output, self_lse, scale)
+        self._launch_kernel(layer, now, query, output, self_lse, scale)
         if (behind := self._launch_behind(len(query))) is not None:
             self._launch_kernel(layer, behind, query, output, None, scale)
 
@@ -254,19 +235,17 @@ class KernelMemoryAttention:
             torch.zeros(1, self._num_heads, part.shape[-1], dtype=part.dtype, device=device)
             for part in (pool.keys, pool.values)
         )
-        lse, read = torch.zeros(1, self._num_heads, device=device), output.float()
+        lse = torch.zeros(1, self._num_heads, device=device)
         launches = []
-        for shape in self._geometry.variants(lse=self.merged_refusal is None, is_beside=self._is_beside):
+        for shape in self._geometry.variants(lse=self.merged_refusal is None):
             step = StepTensors.from_plan(idle_plan(shape), self._geometry.kv_heads, device)
-            launches.append((step, query, read if shape.beside else output, lse if shape.lse else None, 1.0, shape))
+            launches.append((step, query, output, lse if shape.lse else None, 1.0, shape))
         launch.compile_all([launch.arguments_of(pool, self._tables.slots, *each) for each in launches])
         for step, *rest, shape in launches:
             try:
                 self._kernels.add_memory(pool, self._tables.slots, step, *rest, shape)
             except OutOfResources as error:  # only the compiler knows what its code takes
                 raise self._too_large(shape, error) from error
-            if shape.beside:
-                self._kernels.add_read(step, read, output, shape)
         logger.info("%d variants of the memory attention kernels are compiled", len(launches))
 
     def _too_large(self, shape: LaunchShape, error: OutOfResources) -> UnsupportedModel:

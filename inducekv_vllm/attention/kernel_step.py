@@ -6,7 +6,7 @@ Shapes: n requests and R rows of a step; see the package `kernels` for the other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -86,10 +86,10 @@ class GraphBuffers:
     One graph runs at a time, so the graphs of all sizes and kinds share the buffers.
     """
 
-    def __init__(self, geometry: KernelGeometry, most_rows: int, lse: bool, is_beside: bool, device: Device) -> None:
-        """`most_rows` of the largest graph, 0 if no graph has attention in it; `is_beside` if memory may be read so."""
+    def __init__(self, geometry: KernelGeometry, most_rows: int, lse: bool, device: Device) -> None:
+        """`most_rows` of the largest graph, 0 if no graph has attention in it."""
         self.most_rows = most_rows
-        self._geometry, self._lse, self._is_beside, self._device = geometry, lse, is_beside, device
+        self._geometry, self._lse, self._device = geometry, lse, device
         with_memory = [kind for kind in self.kinds if kind != GraphKind.NONE]
         shapes = [self.shape(rows, kind) for rows in range(1, most_rows + 1) for kind in with_memory]
         self._arrivals = _no_arrivals(most_rows, geometry, device)
@@ -106,9 +106,8 @@ class GraphBuffers:
 
     def shape(self, num_rows: int, kind: GraphKind) -> LaunchShape:
         """Of the launch in a graph of this many rows."""
-        if kind in (GraphKind.EVERY, GraphKind.TWO):
-            return self._geometry.of_graph(num_rows, maps=self._geometry.has_maps, lse=self._lse)
-        return replace(self._geometry.of_graph(num_rows, maps=False, lse=False), beside=self._is_beside)
+        is_every = kind in (GraphKind.EVERY, GraphKind.TWO)
+        return self._geometry.of_graph(num_rows, maps=is_every and self._geometry.has_maps, lse=is_every and self._lse)
 
     def launch(self, num_rows: int, kind: GraphKind) -> StepLaunch:
         """What a graph of this many rows launches; it reads the buffers."""

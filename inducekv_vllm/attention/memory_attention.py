@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 AttentionLayer = Attention | MLAAttention
+# On GPUs, of one request: each slot's tables have 24 bytes for each of them, 50 MB for vLLM's 256 requests.
+MOST_REQUEST_ENTRIES = 4096
 
 
 class MemoryAttention(Protocol):

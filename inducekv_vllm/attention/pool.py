@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bundle import Bundle, BundleMetadata
+from ..bundle import Bundle
+from ..bundle.rows import map_rank, rows_of, token_rows
 from ..errors import CapacityError, UnsupportedModel
 from ..pace import rest
 from ..vllm_seams.device import Device
@@ -129,7 +130,7 @@ class MemoryPool:
         bundle = host.bundle
         G, rank = self.shape.heads_per_kv_head, map_rank(bundle.metadata)
         first_token = region.place.start * G
-        first_map_row = region.place.start + _token_rows(bundle.metadata, G)
+        first_map_row = region.place.start + token_rows(bundle.metadata, G)
         tokens = slice(first_token, first_token + bundle.num_entries * bundle.payload_tokens)
         rows = slice(first_map_row, first_map_row + bundle.num_entries * rank)
         layers = [
@@ -201,17 +202,3 @@ class MemoryPool:
 
 def _sizes(keys: int, values: int) -> str:
     return str(keys) if keys == values else f"{keys} (values of {values})"
-
-
-def rows_of(metadata: BundleMetadata, heads_per_kv_head: int) -> int:
-    """How many times G tokens a bundle takes: its entries, then their maps."""
-    return _token_rows(metadata, heads_per_kv_head) + len(metadata.entries) * map_rank(metadata)
-
-
-def _token_rows(metadata: BundleMetadata, heads_per_kv_head: int) -> int:
-    """`rows_of`, without the maps."""
-    return -(-len(metadata.entries) * metadata.payload_tokens // heads_per_kv_head)
-
-
-def map_rank(metadata: BundleMetadata) -> int:
-    return 0 if metadata.output_map is None else metadata.output_map.rank

@@ -4,6 +4,7 @@ metadata.py   entries, backbone, form, gate tasks: everything that is not a tens
 tensors.py    the tensors, their digest and their checks
 magnitudes.py how large their numbers may be where they are served
 signature.py  who made it
+rows.py       what it takes of a pool
 file.py       reading and writing, atomically and without unpickling
 activation.py from which position of a request memory acts
 adapters.py   the LoRA adapters that a bundle records

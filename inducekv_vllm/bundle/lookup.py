@@ -69,7 +69,6 @@ class BundleIndex(DatedEntries):
     keys: KeyIndex | None  # over the retrieval keys [B, d]; None without entries
     temperature: float
     gate: RelevanceGate | None = None
-    token_digest: str = ""  # of what turns a prompt into the gate's evidence
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> BundleIndex:
@@ -79,7 +78,6 @@ class BundleIndex(DatedEntries):
             keys=KeyIndex(bundle.retrieval_keys.numpy()) if bundle.num_entries else None,
             temperature=float(bundle.temperature),
             gate=gate.rule if gate is not None else None,
-            token_digest=gate.token_digest if gate is not None else "",
         )
 
     def lookup(self, query: QueryFeatures, top_k: int | None, now: datetime | None = None) -> LookupResult:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -20,20 +20,16 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..errors import BundleError, FingerprintMismatch
-from ..gate import BUCKETS, MeanScores, RelevanceGate, TokenScores, TurnMarks, WordScores, token_digest
+from ..gate import BUCKETS, MeanScores, RelevanceGate, TokenScores, TurnMarks, WordScores
 from ..pace import rest
-from ..retrieval.entry_terms import Form, Weighting
-from .activation import Activation
 from .metadata import (
     FORMAT_VERSION,
-    AdapterRecord,
     BackboneFingerprint,
     BundleMetadata,
     EntryRecord,
     FactRecord,
     GateRecord,
     OutputMap,
-    PayloadDtype,
     check_metadata,
     first_problem,
 )
@@ -120,13 +116,6 @@ class Gate:
     def token_scores(self) -> TokenScores:
         """In float32."""
         return TokenScores(self.center, self.scale, self.prototypes.float(), self.floors)
-
-    @property
-    def token_digest(self) -> str:
-        """See `inducekv_vllm.gate.token_digest`."""
-        names = [*(field.name for field in fields(TokenScores)), *self._classifiers]
-        stored = {name: getattr(self, name).to("cpu", (_GATE | _CLASSIFIERS)[name]) for name in names}
-        return token_digest(self.layers, self.marks, stored)
 
     @property
     def rule(self) -> RelevanceGate:
@@ -216,53 +205,32 @@ class Bundle:
         temperature: Tensor | float,
         value_gates: Tensor,
         layer_bias: Tensor,
-        backbone: BackboneFingerprint,
-        budget: int,
-        entries: tuple[EntryRecord, ...],
-        weighting: Weighting,
-        recipe: str,
-        settings: dict[str, Any],
-        adapter: str | None = None,
-        parent_digest: str | None = None,
         gate: Gate | None = None,
-        form: Form = "merged",
-        activations: dict[str, Activation] | None = None,
-        task_adapters: tuple[AdapterRecord, ...] = (),
         map_in: Tensor | None = None,
         map_out: Tensor | None = None,
-        facts: tuple[FactRecord, ...] = (),
-        payload_dtype: PayloadDtype = "float16",
+        **fields: Any,
     ) -> Bundle:
         """Create a bundle: round the tensors (shapes as in `Bundle`, any float type), check them, compute the digest.
+
+        Args:
+            fields: of `BundleMetadata`, by their names; what tensors and gate tell is added.
 
         Raises:
             BundleError: the parts are inconsistent or out of range (see `check_bundle`).
         """
         try:
-            settings = json.loads(json.dumps(settings, allow_nan=False))
+            fields["settings"] = json.loads(json.dumps(fields["settings"], allow_nan=False))
         except (TypeError, ValueError) as error:
             raise BundleError(f"bundle settings must be JSON values: {error}") from error
         maps = {name: t for name, t in (("map_in", map_in), ("map_out", map_out)) if t is not None}
         try:
             metadata = BundleMetadata(
                 format_version=FORMAT_VERSION,
-                backbone=backbone,
-                budget=budget,
                 payload_tokens=payload_keys.shape[3] if payload_keys.ndim == 5 else 0,
-                entries=entries,
-                weighting=weighting,
-                recipe=recipe,
-                settings=settings,
-                adapter=adapter,
-                parent_digest=parent_digest,
                 gate_tasks=() if gate is None else gate.tasks,
                 gate=None if gate is None else gate.record,
-                form=form,
-                activations=activations or {},
-                task_adapters=task_adapters,
                 output_map=_output_map(map_in),
-                facts=facts,
-                payload_dtype=payload_dtype,
+                **fields,
             )
         except ValidationError as error:
             raise BundleError(f"bundle metadata: {first_problem(error)}") from error
@@ -278,7 +246,7 @@ class Bundle:
         stored: dict[str, Any] = {name: _stored(t, dtypes[name]) for name, t in (tensors | maps).items()}
         bundle = cls(**stored, metadata=metadata, gate=None if gate is None else gate.stored())
         check_structure(bundle, "bundle")
-        return with_entries(bundle, entries)
+        return with_metadata(bundle)
 
     @property
     def num_entries(self) -> int:

@@ -187,7 +187,6 @@ class MemoryLLM:
         *,
         memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
-        remainder: bool | None = None,
         adapter: LoRARequest | None = None,
         **chat_options: Any,
     ) -> list[MemoryAnswer]:
@@ -200,8 +199,6 @@ class MemoryLLM:
                 a tuple of two, its own and one that it shares with others, if the engine's `max_memories` is 2.
             top_k: entries retrieved; None for the engine's setting. A prompt's parameters may say it, too, by
                 `extra_args`, for its own memory.
-            remainder: weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0. None for
-                the engine's setting.
             adapter: the LoRA adapter that the memories need.
             chat_options: rendering options of `LLM.chat`, such as `chat_template_kwargs`.
 
@@ -210,7 +207,7 @@ class MemoryLLM:
             InduceKVError, VLLMValidationError: an argument cannot be used, or a memory is not loaded.
         """
         renders = [partial(self.llm._preprocess_chat_one, each, **chat_options) for each in conversations]
-        return self._answer(renders, params, memory, top_k, remainder, adapter)
+        return self._answer(renders, params, memory, top_k, adapter)
 
     def generate(
         self,
@@ -219,12 +216,11 @@ class MemoryLLM:
         *,
         memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
-        remainder: bool | None = None,
         adapter: LoRARequest | None = None,
     ) -> list[MemoryAnswer]:
         """`LLM.generate` over N prompts; the arguments are those of `chat`."""
         renders = [partial(self.llm._preprocess_cmpl_one, each) for each in prompts]
-        return self._answer(renders, params, memory, top_k, remainder, adapter)
+        return self._answer(renders, params, memory, top_k, adapter)
 
     def _answer(
         self,
@@ -232,15 +228,14 @@ class MemoryLLM:
         params: SamplingParams | Sequence[SamplingParams],
         memory: ServedBundle | Sequence[Memories] | None,
         top_k: int | None,
-        remainder: bool | None,
         adapter: LoRARequest | None,
     ) -> list[MemoryAnswer]:
         all_params = _one_each(params, len(renders), "params")
         of_prompts: list[Memories] = _one_each(memory, len(renders), "memory")
         memories = [_as_tuple(each) for each in of_prompts]
-        settings = {"top_k": top_k or self.config.top_k}
-        settings |= {} if remainder is None else {"remainder": remainder}
-        config = self.config.model_copy(update=settings)
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+            raise ConfigError(f"top_k must be a whole number from 1 on, found {top_k!r}")
+        config = self.config if top_k is None else self.config.model_copy(update={"top_k": top_k})
         own = list[MemoryOptions]()
         for each, user_params in zip(memories, all_params, strict=True):
             self._check(each, adapter)

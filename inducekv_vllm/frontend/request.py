@@ -137,7 +137,6 @@ def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> Me
             after its decision.
     """
     require_together(memories)
-    num_entries = memories[0].num_entries
     options = _own_arguments(params)
     supported = {TRACE_OPTION, TOP_K_OPTION, MEMORIES_OPTION}
     if unknown := sorted(options.keys() - supported):
@@ -148,11 +147,8 @@ def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> Me
     trace, top_k = options.get(TRACE_OPTION, 0), options.get(TOP_K_OPTION)
     if not isinstance(trace, int) or trace not in (0, 1):
         raise VLLMValidationError(f"{TRACE_OPTION} must be 0 or 1, found {trace!r}", parameter="vllm_xargs")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= num_entries):
-        raise VLLMValidationError(
-            f"{TOP_K_OPTION} must be a whole number from 1 to {num_entries}, the memory's entries; found {top_k!r}",
-            parameter="vllm_xargs",
-        )
+    if top_k is not None:
+        require_top_k(top_k, memories[0])
     acts_on_prompt = any(memory.acts_on_prompt for memory in memories)
     if params.prompt_logprobs is not None and any(memory.needs_decision for memory in memories) and acts_on_prompt:
         raise VLLMValidationError(
@@ -160,6 +156,22 @@ def read_options(params: SamplingParams, memories: Sequence[ServedBundle]) -> Me
             parameter="prompt_logprobs",
         )
     return MemoryOptions(bool(trace), top_k)
+
+
+def require_top_k(found: object, memory: ServedBundle) -> None:
+    """Raise VLLMValidationError if it is no number of entries that could be retrieved for one request."""
+    if not memory.retrieves:
+        raise VLLMValidationError(
+            f"{TOP_K_OPTION} has nothing to choose from: the memory "
+            + ("has no entries" if not memory.num_entries else "gives a request all entries of its task"),
+            parameter="vllm_xargs",
+        )
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= memory.num_entries:
+        raise VLLMValidationError(
+            f"{TOP_K_OPTION} must be a whole number from 1 to {memory.num_entries}, the memory's entries; "
+            f"found {found!r:.100}",
+            parameter="vllm_xargs",
+        )
 
 
 def refuse_options(params: object) -> None:
@@ -191,7 +203,7 @@ def specs_for(
     Args:
         asked: the request's own memory first.
         prompt: rendered.
-        config: how many entries are retrieved, and whether the others stay in the softmax.
+        config: how many entries are retrieved.
         placeholders: the ids of tokens that stand for media.
         owner: who may share a decision.
         options: the request's.
@@ -200,14 +212,13 @@ def specs_for(
     if not any(each.memory.needs_decision for each in asked):
         return tuple(_injection(each.memory, prompt, placeholders) for each in asked)
     top_ks = [options.top_k or config.top_k, *(config.top_k for _ in asked[1:])]
-    return tuple(_to_decide(each, top_k, config.remainder, owner) for each, top_k in zip(asked, top_ks, strict=True))
+    return tuple(_to_decide(each, top_k, owner) for each, top_k in zip(asked, top_ks, strict=True))
 
 
-def _to_decide(asked: AdaptedMemory, top_k: int | None, remainder: bool, owner: str) -> DecideSpec:
+def _to_decide(asked: AdaptedMemory, top_k: int | None, owner: str) -> DecideSpec:
     memory = asked.memory
     adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted(asked.task_adapters.items()))
-    retrieval = memory.weighting != "uniform" and memory.num_entries > 0
-    return DecideSpec(memory.digest, retrieval, top_k, remainder, owner, adapters)
+    return DecideSpec(memory.digest, memory.retrieves, top_k, owner, adapters)
 
 
 def _injection(memory: ServedBundle, prompt: EngineInput, placeholders: Collection[int]) -> InjectionSpec | None:
@@ -217,7 +228,7 @@ def _injection(memory: ServedBundle, prompt: EngineInput, placeholders: Collecti
     token_ids = cast(Sequence[int], cast(Mapping[str, Any], prompt)["prompt_token_ids"])  # [T]
     first_active = first_active_position(memory.metadata.activation_of(None), token_ids, placeholders)
     expired = memory.num_entries - len(alive)
-    return InjectionSpec(memory.digest, tuple(alive), (1.0,) * len(alive), False, first_active, expired)
+    return InjectionSpec(memory.digest, tuple(alive), (1.0,) * len(alive), first_active, expired)
 
 
 def with_specs(params: SamplingParams, specs: Sequence[Spec]) -> SamplingParams:

@@ -61,6 +61,11 @@ class ServedBundle(DatedEntries):
         return self.metadata.gate is not None or self.weighting != "uniform" or bool(self.metadata.facts)
 
     @property
+    def retrieves(self) -> bool:
+        """Whether a request has the entries nearest to it: it has all of its task's otherwise."""
+        return self.weighting != "uniform" and self.num_entries > 0
+
+    @property
     def acts_alone(self) -> str | None:
         """Why nothing else may act on its requests; None if other decoupled memory may."""
         if self.metadata.task_adapters:

@@ -25,6 +25,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import RetryableRequestError
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from ..vllm_seams.patches import patch
+
 POLL_S = 0.05
 LOOP_WAIT_S = 5.0  # for the event loop of a busy machine
 ENGINE_CHECK_S = 1.0  # how often a call looks whether the engine has died
@@ -48,8 +50,8 @@ class EngineStop:
         """Replace the client's `shutdown` and `collective_rpc`. Call it on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._plain_shutdown, self._plain_rpc = self._client.shutdown, _rpc_of(self._client)
-        self._client.shutdown = self.shutdown  # type: ignore[method-assign]
-        self._client.collective_rpc = self.collective_rpc  # type: ignore[method-assign]
+        patch(self._client, "shutdown", lambda _: self.shutdown)
+        patch(self._client, "collective_rpc", lambda _: self.collective_rpc)
 
     def refuse_new(self) -> None:
         """Raise RetryableRequestError if the server is shutting down."""

@@ -27,7 +27,7 @@ def _one(name: str, memory: ServedBundle, decision: Decision) -> dict[str, Any]:
         "adapter": record.digest if record is not None else None,
         "num_entries": memory.num_entries,
         "gate": describe_gate(memory, decision),
-        "remainder": decision.keeps_remainder and len(decision.entries) < memory.num_entries,
+        "remainder": memory.weighting == "sqrt" and 0 < len(decision.entries) < memory.num_entries,
         "entries": [
             {"index": index, "id": memory.entries[index].id, "task": memory.entries[index].task, "weight": weight}
             for index, weight in decision.entries

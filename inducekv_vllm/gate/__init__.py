@@ -8,11 +8,10 @@ functions.
 """
 
 from .clauses import ends_clause, runs_of_tokens
-from .digest import token_digest
 from .evidence import (
     PIECE,
     WINDOW,
-    Deciding,
+    QuestionTokens,
     TokenScores,
     TurnMarks,
     above_floors,
@@ -33,9 +32,9 @@ __all__ = [
     "RANGE",
     "WINDOW",
     "Closed",
-    "Deciding",
     "GateDecision",
     "MeanScores",
+    "QuestionTokens",
     "RelevanceGate",
     "TokenScores",
     "TurnMarks",
@@ -49,6 +48,5 @@ __all__ = [
     "last_averaged",
     "prompt_evidence",
     "runs_of_tokens",
-    "token_digest",
     "turn_starts",
 ]

@@ -131,14 +131,14 @@ class TurnMarks:
     end: int | None  # the token that follows a user turn; None if it has none of its own
 
 
-class Deciding(NamedTuple):
+class QuestionTokens(NamedTuple):
     """The ascending positions of the tokens that decide; not both are empty."""
 
     text: list[int]
     media: list[int]
 
 
-def deciding_tokens(token_ids: Sequence[int], marks: TurnMarks, placeholders: Collection[int]) -> Deciding:
+def deciding_tokens(token_ids: Sequence[int], marks: TurnMarks, placeholders: Collection[int]) -> QuestionTokens:
     """The tokens of a prompt that decide.
 
     Args:
@@ -152,7 +152,7 @@ def deciding_tokens(token_ids: Sequence[int], marks: TurnMarks, placeholders: Co
         latest = max(start for start in starts if start <= media[-1]) if media[-1] >= starts[0] else 0
         media = [at for at in media if at >= latest]
     text = [at for at in question if token_ids[at] not in placeholders]
-    return Deciding(text, media) if text or media else Deciding([len(token_ids) - 1], [])
+    return QuestionTokens(text, media) if text or media else QuestionTokens([len(token_ids) - 1], [])
 
 
 def turn_starts(token_ids: Sequence[int], marks: TurnMarks) -> list[int]:

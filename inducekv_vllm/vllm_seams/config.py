@@ -33,16 +33,10 @@ class InduceKVConfig(BaseModel):
     max_memories: int | None = Field(default=None, ge=1, le=2)
     shared: str | None = None  # the name of the bundle that a request to any other one has as its second memory
     top_k: int | None = Field(default=None, ge=1)  # entries retrieved per request; None for all B
-    remainder: bool = True  # weighting "sqrt" with top_k: entries not retrieved stay in the softmax with alpha = 0
     # The size of the resident pool, in entries of 8 tokens; it holds every loaded bundle.
     memory_pool_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
     # Of each worker: bundles that have left the pool, and may come back, stay in host memory up to this size.
     memory_host_bytes: int = Field(default=DEFAULT_HOST_BYTES, ge=0)
-    # GPUs: the most entries that one request reads. A bundle with more, for a task or without a gate, is refused.
-    memory_request_entries: int = Field(default=DEFAULT_POOL_ENTRIES, ge=1, le=MAX_POOL_ENTRIES)
-    # GPUs: CUDA graphs read decoupled memory without maps on a second stream, beside self-attention.
-    memory_beside_attention: bool = False
-    decision_cache_entries: int = Field(default=4096, ge=0)  # decisions cached by prompt; 0 disables the cache
     # Folders that bundles may be loaded from while the server runs; none turns such loads off.
     roots: list[str] = Field(default_factory=list)
     # Where bundles that nobody has loaded are looked up by name, when a request asks for them: server/resolvers.py.
@@ -58,7 +52,6 @@ class InduceKVConfig(BaseModel):
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
     audit_answers: bool = False  # the audit chain of the state has every answer too
     memory_page: bool = False  # a page for people at /memory, and the latest decisions for the admin
-    gate_log: str | None = None  # a file that the evidence of every request behind a gate is appended to
 
     @model_validator(mode="after")
     def _answers_need_a_file(self) -> InduceKVConfig:

@@ -51,17 +51,6 @@ class Device(Protocol):
         """
         ...
 
-    def forked(self) -> AbstractContextManager[object]:
-        """Work that is queued within this context runs beside what is queued behind it, until `join`.
-
-        Both also in a CUDA graph that is captured.
-        """
-        ...
-
-    def join(self) -> None:
-        """What is queued from now on runs after the forked work."""
-        ...
-
     def free_bytes(self) -> int:
         """The device's memory that nobody uses."""
         ...
@@ -94,12 +83,6 @@ class CpuDevice:
     def beside_steps(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def forked(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def join(self) -> None:
-        pass
-
     def free_bytes(self) -> int:
         return int(psutil.virtual_memory().available)
 
@@ -116,7 +99,7 @@ class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self._steps = torch.cuda.current_stream(torch_device)  # of the thread that runs the steps
-        self._side, self._fork = (torch.cuda.Stream(torch_device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
 
     def to_host(self, tensor: Tensor) -> HostCopy:
         return _PinnedCopy(tensor)
@@ -142,15 +125,6 @@ class CudaDevice:
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self._side):
             yield
         self._side.synchronize()
-
-    @contextmanager
-    def forked(self) -> Iterator[None]:
-        self._fork.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with torch.cuda.stream(self._fork):
-            yield
-
-    def join(self) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_stream(self._fork)
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.torch_device)[0]

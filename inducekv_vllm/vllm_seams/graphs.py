@@ -12,6 +12,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from vllm.config import CUDAGraphMode
 
+from .patches import patch
+
 FULL: Final = CUDAGraphMode.FULL
 Kind = TypeVar("Kind")
 
@@ -41,7 +43,7 @@ class GraphSets(Generic[Kind]):
             manager._capture_descs = shapes
 
         manager.capture = capture_each
-        return partial(setattr, manager, "graphs")
+        return partial(_keep, manager, "graphs")
 
     def _follow_v1(self, runner: Any) -> Callable[[dict[Any, Any]], None]:
         capture = runner._capture_cudagraphs
@@ -51,7 +53,7 @@ class GraphSets(Generic[Kind]):
                 capture(batch_descriptors, cudagraph_runtime_mode, *args, **kwargs)
 
         runner._capture_cudagraphs = capture_each
-        return partial(setattr, runner.model, "concrete_cudagraph_entries")
+        return partial(_keep, runner.model, "concrete_cudagraph_entries")
 
     def _in_turn(self) -> Iterator[Kind]:
         """Each kind, prepared and chosen; then the first one again."""
@@ -63,3 +65,8 @@ class GraphSets(Generic[Kind]):
     def _take(self, kind: Kind) -> None:
         self._prepare(kind)
         self.choose(kind)
+
+
+def _keep(owner: Any, name: str, graphs: dict[Any, Any]) -> None:
+    """Let the runner find its graphs in this dict."""
+    patch(owner, name, lambda _: graphs)

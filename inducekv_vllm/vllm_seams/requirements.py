@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedModel
 from .config import SCHEDULER_CLS
+from .known_bugs import check_flags
 
 if TYPE_CHECKING:
-    from torch import nn
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -32,7 +32,6 @@ def check_engine(config: VllmConfig) -> None:
         UnsupportedModel: names the setting and why memory would be wrong with it.
     """
     from vllm import envs
-    from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
     parallel, model = config.parallel_config, config.model_config
@@ -53,11 +52,6 @@ def check_engine(config: VllmConfig) -> None:
             parallel.data_parallel_size > 1,
             "data parallelism of a mixture of experts: its engines step together, which has not been tried",
         ),
-        (
-            parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1 and current_platform.is_cpu(),
-            "--enable-expert-parallel on CPUs: vLLM's kernel for experts there knows those of one rank, and its first "
-            "request ends the engine",
-        ),
         (parallel.decode_context_parallel_size > 1, "context parallelism: no rank sees a request's whole block table"),
         (
             config.kv_transfer_config is not None,
@@ -68,6 +62,11 @@ def check_engine(config: VllmConfig) -> None:
             "encoder disaggregation: a request that goes back may need its pictures again",
         ),
         (model.enable_sleep_mode, "sleep mode: what becomes of the memory pool has not been tried"),
+        (
+            model.multimodal_config is not None and model.multimodal_config.mm_processor_cache_type == "shm",
+            "--mm-processor-cache-type shm: its entries are handed over once, and a request that goes back to the "
+            "beginning needs its pictures again",
+        ),
         (envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT: memory attention shares its work out by the batch"),
         (parallel.prefill_context_parallel_size > 1, "context parallelism: no rank sees all rows of a prompt"),
         (parallel.use_ubatching, "--enable-dbo or ubatches: rows with memory are found in the whole batch"),
@@ -105,112 +104,7 @@ def check_engine(config: VllmConfig) -> None:
     for refused, reason in refusals:
         if refused:
             raise UnsupportedModel(f"InduceKV cannot serve memory with {reason}")
-
-
-def has_4_bit_kernel() -> bool:
-    """Whether vLLM computes with 4-bit weights on this CPU."""
-    import torch
-    from vllm import _custom_ops  # noqa: F401  # loads the operators
-
-    return hasattr(torch.ops._C, "cpu_gemm_wna16")
-
-
-def check_cpu_weights(model: nn.Module) -> None:
-    """Refuse weights that vLLM has no kernel for on this CPU: the first request would end the engine.
-
-    Raises:
-        UnsupportedModel: names the layer.
-    """
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
-
-    if has_4_bit_kernel():
-        return
-    for name, layer in model.named_modules():
-        for holder in (getattr(layer, "quant_method", None), getattr(layer, "scheme", None)):
-            if isinstance(getattr(holder, "kernel", None), CPUWNA16LinearKernel):
-                raise UnsupportedModel(
-                    f"{name} has 4-bit weights, and vLLM has no kernel for them on this CPU (cpu_gemm_wna16, which "
-                    "needs AVX-512): serve a checkpoint of 16 or 32 bits here, or this one on another machine"
-                )
-
-
-def check_cpu_states(kv_cache: KVCacheConfig, config: VllmConfig) -> None:
-    """Refuse what vLLM computes wrongly on CPUs with the states of a hybrid, with memory and without.
-
-    Raises:
-        UnsupportedModel: names the flag, and what to start with.
-    """
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
-    for spec in (spec for spec in specs if isinstance(spec, MambaSpec)):
-        if config.speculative_config is not None:
-            raise UnsupportedModel(
-                "vLLM answers wrongly on CPUs with speculative decoding of a hybrid, or ends with an error if prefix "
-                "caching is on: start without it"
-            )
-        if config.cache_config.prefix_match_unit not in (None, spec.block_size):
-            raise UnsupportedModel(
-                f"vLLM answers wrongly on CPUs with --prefix-match-unit {config.cache_config.prefix_match_unit}, which "
-                f"is not a whole block of states ({spec.block_size} tokens): start without it"
-            )
-        step = config.scheduler_config.max_num_batched_tokens
-        is_mamba_2 = spec.mamba_type is MambaAttentionBackendEnum.MAMBA2
-        if is_mamba_2 and spec.mamba_cache_mode == "align" and step > spec.block_size:
-            raise UnsupportedModel(
-                "vLLM's Mamba 2 on CPUs ends with an error when a block of states ends within a step: start with "
-                f"--max-num-batched-tokens {spec.block_size}, or with --no-enable-prefix-caching"
-            )
-
-
-def check_cpu_rotation(model: nn.Module) -> None:
-    """Refuse layers whose queries vLLM's operator for CPUs rotates wrongly, with memory and without.
-
-    They are those of latent attention, whose keys have one head, and LFM2's, whose heads it takes for one.
-
-    Raises:
-        UnsupportedModel: names the layer, and the flag that cures it.
-    """
-    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-    from vllm.model_executor.models.lfm2 import Lfm2Attention
-    from vllm.model_executor.models.lfm2_moe import Lfm2MoeAttention
-
-    for name, layer in model.named_modules():
-        if not isinstance(layer, MultiHeadLatentAttentionWrapper | Lfm2Attention | Lfm2MoeAttention):
-            continue
-        rotation = layer.rotary_emb
-        used = getattr(rotation, "_forward_method", None) if isinstance(rotation, RotaryEmbedding) else None
-        if getattr(used, "__func__", None) is RotaryEmbedding.forward_cpu:
-            raise UnsupportedModel(
-                f"{name}: vLLM's operator for RoPE on CPUs rotates its queries wrongly, with memory and without: start "
-                'with --compilation-config \'{"custom_ops": ["-rotary_embedding"]}\''
-            )
-
-
-def check_cpu_experts(model: nn.Module) -> None:
-    """Refuse experts that vLLM's router for CPUs chooses wrongly, or ends the engine with at the first request.
-
-    Raises:
-        UnsupportedModel: names the layer, and what is missing.
-    """
-    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-
-    for name, layer in model.named_modules():
-        router = getattr(layer, "router", None)
-        if not isinstance(router, CPURouter) or router.use_grouped_topk or router.custom_routing_function is not None:
-            continue
-        if router.scoring_func == "sigmoid":
-            raise UnsupportedModel(
-                f"{name}: vLLM's router of experts on CPUs has no sigmoid without groups, and its first request would "
-                "end the engine: serve this model on a GPU"
-            )
-        if router.scoring_func == "softmax" and router.e_score_correction_bias is not None:
-            raise UnsupportedModel(
-                f"{name}: vLLM's router of experts on CPUs leaves their bias out, with memory and without: serve this "
-                "model on a GPU"
-            )
+    check_flags(config)
 
 
 def check_gpu_runner(config: VllmConfig) -> None:
@@ -277,12 +171,3 @@ def check_merged(kv_cache: KVCacheConfig, impls: Iterable[tuple[str, Any]], ours
         for refused, reason in refusals:
             if refused:
                 raise UnsupportedModel(f"merged memory cannot be served: layer {name} has {reason}")
-
-
-def groups_adapters(config: VllmConfig) -> bool:
-    """Whether adapters and requests without one can share a batch of this engine: see `workers/cpu_lora.py`."""
-    from vllm.platforms import current_platform
-
-    if config.lora_config is None:
-        return False
-    return config.model_config.enforce_eager or not current_platform.is_cpu()

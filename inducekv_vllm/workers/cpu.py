@@ -8,14 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
-from ..pace import leave_cores_of_steps
-from ..vllm_seams.requirements import (
-    check_cpu_experts,
-    check_cpu_rotation,
-    check_cpu_states,
-    check_cpu_weights,
-    groups_adapters,
-)
+from ..vllm_seams.known_bugs import check_kv_cache, check_layers, groups_adapters
 from . import cpu_lora
 from .memory_worker import MemoryWorker
 
@@ -28,17 +21,11 @@ class InduceKVCPUWorker(MemoryWorker, CPUWorker):
         if groups_adapters(self.vllm_config):
             cpu_lora.install()
         super().load_model(*args, **kwargs)
-        check_cpu_weights(self.get_model())
-        check_cpu_rotation(self.get_model())
-        check_cpu_experts(self.get_model())
+        check_layers(self.get_model())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        check_cpu_states(kv_cache_config, self.vllm_config)
+        check_kv_cache(kv_cache_config, self.vllm_config)
         super().initialize_from_config(kv_cache_config)
-
-    def compile_or_warm_up_model(self) -> Any:
-        self.resident.prepare(leave_cores_of_steps)
-        return super().compile_or_warm_up_model()
 
     def make_attention(self, num_slots: int, most_entries: int) -> MemoryAttention:
         """What a slot reads is found through the requests, without tables."""

@@ -15,13 +15,14 @@ from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
+from ..vllm_seams.patches import patch
+
 NO_ADAPTER = -1
 
 
 def install() -> None:
     """Make vLLM's LoRA layers compute adapter by adapter; call it before the model is loaded."""
-    platform: Any = current_platform
-    platform.get_punica_wrapper = lambda: f"{__name__}.GroupedPunica"
+    patch(current_platform, "get_punica_wrapper", lambda _: lambda: f"{__name__}.GroupedPunica")
 
 
 class GroupedPunica(PunicaWrapperCPU):

@@ -36,7 +36,6 @@ class InduceKVCUDAWorker(MemoryWorker):
             self.model_config,
             launch.processors(self._device.torch_device),
             most_graph_rows=self._most_graph_rows,
-            is_beside=self.settings.memory_beside_attention,
             most_memories=self.settings.most_memories,
             choose_graphs=self._choose_graphs,
         )

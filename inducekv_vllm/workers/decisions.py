@@ -31,11 +31,10 @@ from ..backbone.stored_facts import AskedQuestion
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult, QueryFeatures
 from ..facts import FactFound, FactMissed, packed
-from ..forbidden import permitted
+from ..forbidden import why_forbidden
 from ..gate import WordScores
 from ..protocol import DECISIONS, Decided, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
 from ..vllm_seams.runner import StepRows
-from .gate_log import GateLog
 from .prompts import PromptReader, failure_of
 from .requests import AskedMemory, Phase, WorkerRequest, WorkerRequests, acting_rows
 
@@ -45,12 +44,9 @@ Output = ModelRunnerOutput | AsyncModelRunnerOutput
 class Deciding:
     """Decides on the first rank: ranks cannot disagree."""
 
-    def __init__(self, placeholders: Collection[int], gate_log: GateLog) -> None:
+    def __init__(self, placeholders: Collection[int]) -> None:
         """`placeholders` are the ids of tokens that stand for media."""
-        self._placeholders, self._gate_log = placeholders, gate_log
-
-    def close(self) -> None:
-        self._gate_log.close()
+        self._placeholders = placeholders
 
     def decide(self, request: WorkerRequest) -> Decided:
         """Wait for what the prompt tells, and decide about each memory."""
@@ -86,11 +82,11 @@ class Deciding:
         features = with_words(features, memory.bundle.words, asked)
         lookup = index.lookup(features, memory.spec.top_k)
         gate, retrieval = lookup.gate_decision, lookup.retrieval
-        if gate is not None and features.evidence is not None:
-            self._gate_log.note(index.token_digest, features.evidence, gate.task)
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
         found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture)
+        if isinstance(found, FactFound) and found.withheld is None:
+            found = replace(found, withheld=why_forbidden(request.params, found.token_ids))
         return Decision(
             outcome=outcome_of(index, memory.spec, lookup, request.prompt, self._placeholders),
             task=gate.task if gate is not None else None,
@@ -122,11 +118,7 @@ def with_words(features: QueryFeatures, words: WordScores | None, asked: AskedQu
 def outcome_of(
     index: BundleIndex, spec: DecideSpec, lookup: LookupResult, token_ids: Sequence[int], placeholders: Collection[int]
 ) -> Untouched | InjectionSpec | TaskAdapter:
-    """What the request goes on with: entries, or the adapter of its task.
-
-    With `spec.remainder`, entries that were not retrieved stay in the softmax with alpha = 0. It has no effect for the
-    weighting "prior", in which alpha = 0 removes an entry.
-    """
+    """What the request goes on with: entries, or the adapter of its task."""
     gate = lookup.gate_decision
     task = None if gate is None else gate.task
     if (adapter := dict(spec.adapters).get(task or "")) is not None:
@@ -138,13 +130,12 @@ def outcome_of(
         bundle=index.metadata.digest,
         entries=tuple(retrieval.entries.tolist()),
         weights=tuple(retrieval.weights.tolist()),  # float32 to float64 is exact
-        remainder=spec.remainder and index.metadata.weighting == "sqrt",
         first_active=first_active_position(activation, token_ids, placeholders),
         expired=lookup.num_expired,
     )
 
 
-class Decisions:
+class StepDecisions:
     """See the module docstring. The worker calls every method in the order of its steps."""
 
     def __init__(
@@ -165,10 +156,6 @@ class Decisions:
         """
         self._requests, self._prompts, self._deciding = requests, prompts, deciding
         self._attention, self._placeholders, self._is_alone = attention, frozenset(placeholders), is_alone
-
-    def close(self) -> None:
-        if self._deciding is not None:
-            self._deciding.close()
 
     # ---- the moments of a step, in their order -------------------------------------------------------------------
 
@@ -234,7 +221,7 @@ class Decisions:
     def _taken_up(self, request: WorkerRequest, decided: Decided) -> Decided:
         """A decision that the running step's later work follows."""
         try:
-            self._requests.take_up(request, permitted(decided, request.params))
+            self._requests.take_up(request, decided)
         except Exception as error:
             return _failed(error)
         return decided

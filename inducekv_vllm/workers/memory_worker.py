@@ -23,7 +23,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..attention.host_bundle import HostBundle
-from ..attention.memory_attention import MemoryAttention, dtype_of, require_layers
+from ..attention.memory_attention import MOST_REQUEST_ENTRIES, MemoryAttention, dtype_of, require_layers
 from ..attention.pool import ENTRY_TOKENS, MemoryPool, PoolShape
 from ..attention.query_order import in_served_order
 from ..attention.resident_bundle import ResidentBundle, kv_heads_of_rank
@@ -44,8 +44,7 @@ from ..vllm_seams.requirements import check_engine
 from ..vllm_seams.runner import RunnerTables, StepRows, follow_runner
 from .answering import register
 from .cached_values import CachedValues
-from .decisions import Deciding, Decisions
-from .gate_log import GateLog
+from .decisions import Deciding, StepDecisions
 from .prompts import PromptReader
 from .refusals import check_bundle, kind_of, served_heads
 from .requests import WorkerRequests, acting_rows
@@ -85,7 +84,7 @@ class MemoryWorker(Worker):
         self.requests: WorkerRequests
         self.attention: MemoryAttention
         self.cached_values: CachedValues
-        self.decisions: Decisions
+        self.decisions: StepDecisions
         self._device: Device
         self._runner: RunnerTables
 
@@ -139,7 +138,7 @@ class MemoryWorker(Worker):
             self.resident.release,
             lambda request_id: self._runner.process_logits(request_id),
         )
-        self.attention = self.make_attention(num_slots, self.settings.memory_request_entries)
+        self.attention = self.make_attention(num_slots, min(self.settings.memory_pool_entries, MOST_REQUEST_ENTRIES))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -160,10 +159,10 @@ class MemoryWorker(Worker):
             self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._all_heads, self._device
         )
         is_first, is_alone = get_tensor_model_parallel_rank() == 0, get_tensor_model_parallel_world_size() == 1
-        self.decisions = Decisions(
+        self.decisions = StepDecisions(
             self.requests,
             prompts,
-            Deciding(placeholders, GateLog.of(self.settings)) if is_first else None,
+            Deciding(placeholders) if is_first else None,
             self.attention,
             placeholders,
             is_alone=is_alone,
@@ -323,6 +322,4 @@ class MemoryWorker(Worker):
 
     def shutdown(self) -> None:
         self.resident.close()
-        if hasattr(self, "decisions"):  # a start may end before
-            self.decisions.close()
         super().shutdown()

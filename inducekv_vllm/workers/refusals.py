@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ..attention.memory_attention import MemoryAttention, dtype_of
+from ..attention.memory_attention import MOST_REQUEST_ENTRIES, MemoryAttention, dtype_of
 from ..backbone.memory_layers import Heads, have_other_heads, memory_heads
 from ..bundle import Bundle, OutputMap, check_magnitudes
 from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
@@ -79,8 +79,8 @@ def check_most_entries(bundle: Bundle, most: int) -> None:
     read = bundle.num_entries if bundle.gate is None else max(tasks.values())  # a gate opens for one task
     if read > most:
         raise CapacityError(
-            f"a request may read {read} entries of the bundle, and {most} fit a slot; start the server with a larger "
-            "memory_request_entries"
+            f"a request may read {read} entries of the bundle, and {most} fit a slot: as many as the pool has "
+            f"(--memory-pool-entries), up to {MOST_REQUEST_ENTRIES}"
         )
 
 

@@ -223,12 +223,17 @@ class WorkerRequests:
                 self._inject(request, spec)
 
     def _settle(self, request: WorkerRequest, start: Start, runner: RunnerTables, *, is_running: bool) -> None:
-        """A request goes on as it was decided; a token that was sampled before is taken back."""
+        """A request goes on as it was decided; a token that was sampled before is taken back.
+
+        The runner hears of a new request after this, with all that was known of it.
+        """
         request.phase = Phase.SETTLED
+        self.take_up(request, start)
+        if not is_running:
+            return
         if start.media is not None:
             runner.give_media(request.id, start.media)
-        self.take_up(request, start)
-        if start.redo_from is not None and is_running:
+        if start.redo_from is not None:
             runner.take_back(request.id, start.redo_from)
         if start.adapter is not None:
             runner.switch_adapter(request.id, start.adapter.lora_request)
@@ -300,5 +305,5 @@ def _terms(spec: InjectionSpec, bundle: ResidentBundle) -> EntryTerms:
         payload_tokens=bundle.payload_tokens,
         num_entries=bundle.num_entries,
         num_expired=spec.expired,
-        remainder=spec.remainder,
+        remainder=bundle.weighting == "sqrt",
     )

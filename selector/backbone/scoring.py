@@ -184,11 +184,6 @@ class Scorer:
         """Mean NLL over all questions; arguments and errors as for `each_loss`."""
         return float(self.each_loss(questions, memory, log_prior).mean())
 
-    def count_right(self, examples: Sequence[Example], predicted: Sequence[Tensor]) -> int:
-        """How many have the likeliest token at every place of their answer in what `predicted` returned."""
-        pairs = zip(examples, predicted, strict=True)
-        return sum(logprobs.argmax(dim=-1).tolist() == self.answer_tokens(example) for example, logprobs in pairs)
-
 
 def batch_rows(count: int, size: int, seed: int, batch: tuple[int, ...]) -> list[int]:
     """Rows of batch number `batch` of `count` examples: all of them if they fit, else `size` without replacement.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from inducekv_vllm.bundle import Bundle, FactRecord, Gate, file_content, with_metadata
+from inducekv_vllm.backbone.footprint import footprint_bytes
+from inducekv_vllm.bundle import BackboneFingerprint, Bundle, FactRecord, Gate, file_content, with_metadata
 from inducekv_vllm.bundle.metadata import MAX_ID
-from inducekv_vllm.errors import InduceKVError
-from inducekv_vllm.teaching import fact_of, taught
+from inducekv_vllm.errors import CapacityError, InduceKVError
+from inducekv_vllm.teaching import fact_of, stored_bytes, taught
 
 from ..backbone.bundled_model import BundledModel
 from ..backbone.facts import fact_reader
@@ -57,7 +58,8 @@ def facts_that_suffice(
     if not facts or not len(validation):
         return None, report
     try:
-        bundle = _taught(inputs.previous, facts, scorer).with_gate(gate, settings)
+        bundle = _taught(inputs.previous, facts, scorer, settings["budget"], settings["payload_tokens"])
+        bundle = bundle.with_gate(gate, settings)
     except InduceKVError as error:
         return None, report | {"refused": str(error)}
     before = None if inputs.previous is None else inputs.previous.digest
@@ -79,11 +81,11 @@ def with_facts_that_help(
     facts = facts_of_examples(training)
     if not facts or not len(validation):
         return bundle, report
+    metadata = bundle.metadata
     try:
-        richer = _taught(bundle, facts, scorer)
+        richer = _taught(bundle, facts, scorer, metadata.budget, metadata.payload_tokens)
     except InduceKVError as error:
         return bundle, report | {"refused": str(error)}
-    metadata = bundle.metadata
     richer = with_metadata(richer, parent_digest=metadata.parent_digest, settings=metadata.settings)
     accuracy = {
         name: BundledModel(scorer, each).accuracy(validation.examples, validation.keys)
@@ -95,8 +97,21 @@ def with_facts_that_help(
     return richer, report | {"facts": len(facts)}
 
 
-def _taught(bundle: Bundle | None, facts: Sequence[FactRecord], scorer: Scorer) -> Bundle:
+def _taught(
+    bundle: Bundle | None, facts: Sequence[FactRecord], scorer: Scorer, budget: int, payload_tokens: int
+) -> Bundle:
     """Those of earlier tasks do not make room for a new one's. Raises InduceKVError: they are too many, or no facts."""
-    richer = taught(bundle, facts, fact_reader(scorer.backbone), when_full="refuse").bundle
+    reader = fact_reader(scorer.backbone)
+    richer = taught(bundle, facts, reader, when_full="refuse").bundle
+    of_runs = [fact for fact in richer.metadata.facts if fact.id.startswith(OF_EXAMPLES)]
+    used, most = stored_bytes(None, of_runs), most_bytes(reader.model, budget, payload_tokens)
+    if used > most:
+        raise CapacityError(f"the facts of runs would take {used} bytes, more than the {most} of {budget} entries")
     file_content(richer)  # more than a file takes are refused now, and not after the training
     return richer
+
+
+def most_bytes(model: BackboneFingerprint, budget: int, payload_tokens: int) -> int:
+    """That the facts of all runs may take together: as many as the budget's entries without maps."""
+    sizes = (model.hidden_size, model.num_layers, model.num_kv_heads, payload_tokens, model.head_dim, model.value_dim)
+    return footprint_bytes(budget, *sizes)

@@ -19,11 +19,12 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from benchmarks.kernels import twin
 from inducekv_vllm.attention.cpu_ops import packed_values
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import GraphKind, StepLaunch
 from inducekv_vllm.attention.kernel_tables import KernelTables
-from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
 from inducekv_vllm.attention.kernels.tiles import LaunchShape, Processors
 from inducekv_vllm.attention.memory_attention import MemoryAttention
@@ -56,7 +57,7 @@ class KernelsAroundCPUAttention(InduceKVCUDAWorker, CPUWorker):
             Processors(count=2),
             most_graph_rows=GRAPH_ROWS[-1],
             most_memories=self.settings.most_memories,
-            kernels=SimpleNamespace(add_memory=some_by_kernels, add_read=twin.add_read),
+            kernels=SimpleNamespace(add_memory=some_by_kernels),
         )
 
     @property

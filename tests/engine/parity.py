@@ -340,13 +340,12 @@ def largest_deviation(
     bundle: Bundle | None,
     *,
     top_k: int | None = None,
-    remainder: bool = True,
 ) -> float:
     """Largest |log p(vLLM) - log p(transformers)| over tokens; without a bundle, transformers runs the plain model."""
     inputs = world.backbone.encode(prompt.chat_messages, prompt.images)
     weighting = "uniform" if bundle is None else bundle.metadata.weighting
     top_k = None if weighting == "uniform" else top_k  # which has nothing to choose by
-    remainder = remainder and top_k is not None and weighting == "sqrt"
+    remainder = top_k is not None and weighting == "sqrt"
     expected = reference_logprobs(world.backbone, bundle, inputs, tokens, top_k=top_k, remainder=remainder)
     return float((torch.as_tensor(logprobs) - expected).abs().max())
 
@@ -380,15 +379,14 @@ class MemoryEngine:
         params: SamplingParams | None = None,
         *,
         top_k: int | None = None,
-        remainder: bool = True,
     ) -> list[MemoryAnswer]:
         """The answers, after every one was compared with the reference."""
-        answers = self.chat(questions, names, params or greedy(), top_k=top_k, remainder=remainder)
+        answers = self.chat(questions, names, params or greedy(), top_k=top_k)
         for prompt, answer, name in zip(questions, answers, names, strict=True):
             bundle = name and self.bundles[name]
             for completion in answer.output.outputs:
                 assert len(completion.token_ids) >= NEW_TOKENS
-                difference = deviation(self.world, prompt, completion, bundle, top_k=top_k, remainder=remainder)
+                difference = deviation(self.world, prompt, completion, bundle, top_k=top_k)
                 kind = "without memory" if bundle is None else "with memory"
                 self.furthest[kind] = max(self.furthest[kind], difference)
                 assert difference <= TOLERANCE, (name, difference)

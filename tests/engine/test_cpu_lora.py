@@ -39,7 +39,8 @@ def test_it_is_what_vllm_computes(asked: tuple[int, ...]) -> None:
 def test_tokens_without_an_adapter_are_left_alone() -> None:
     asked = (NONE, 7, NONE, 9)
     y, x = torch.randn(4, sum(SLICES)), torch.randn(4, IN)
-    found = applied(GroupedPunica, asked, y, x)
+    found, by_vllm = (applied(each, asked, y, x) for each in (GroupedPunica, PunicaWrapperCPU))
     assert torch.equal(found[[0, 2]], y[[0, 2]])
-    torch.testing.assert_close(found[[1, 3]], applied(PunicaWrapperCPU, asked, y, x)[[1, 3]])
+    assert not torch.allclose(by_vllm[[0, 2]], y[[0, 2]])  # its fault: once it is mended, vLLM's own LoRA will do
+    torch.testing.assert_close(found[[1, 3]], by_vllm[[1, 3]])
     assert torch.equal(applied(GroupedPunica, (NONE,) * 4, y, x), y)

@@ -22,7 +22,7 @@ MADE = datetime(2026, 1, 1, tzinfo=UTC)
 EARLY, LATE = MADE + timedelta(days=10), MADE + timedelta(days=20)
 
 
-SPEC = DecideSpec("digest", True, None, True)
+SPEC = DecideSpec("digest", True, None)
 
 
 def expiring(bundle: Bundle, dates: dict[str, datetime]) -> Bundle:

@@ -8,12 +8,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from inducekv_vllm.facts import FactFound, FactMissed
-from inducekv_vllm.forbidden import permitted, why_forbidden
-from inducekv_vllm.protocol import Decided, Decision, Untouched
+from inducekv_vllm.forbidden import forbidding, why_forbidden
 
 ANSWER = (7, 8, 7, 2)
-FOUND = Decided((Decision(Untouched("outside")), Decision(Untouched(), fact=FactFound(3, 0.98, ANSWER))))
 
 
 def sampling(bad_words: list[list[int]] | None = None, **changes: Any) -> SamplingParams:
@@ -38,11 +35,7 @@ def test_what_forbids_an_answer(changes: dict[str, Any], why: str) -> None:
     found = why_forbidden(sampling(**changes), ANSWER)
     assert found is not None
     assert why in found
-    decided = permitted(FOUND, sampling(**changes))
-    _, decision = decided.each
-    assert decision.fact is not None
-    assert (decision.fact.withheld, decided.answer) == (found, None)
-    assert decided.redo_from(100) is None
+    assert forbidding(sampling(**changes)) != forbidding(sampling())  # no decision is shared between them
 
 
 @pytest.mark.parametrize(
@@ -58,13 +51,3 @@ def test_what_forbids_an_answer(changes: dict[str, Any], why: str) -> None:
 )
 def test_what_does_not(changes: dict[str, Any]) -> None:
     assert why_forbidden(sampling(**changes), ANSWER) is None
-    assert permitted(FOUND, sampling(**changes)) == FOUND
-
-
-def test_decisions_without_an_answer_stay_as_they_are() -> None:
-    banned = sampling(logit_bias={8: -100.0})
-    withheld = Decision(Untouched(), fact=FactFound(3, 0.98, withheld="the request begins the answer in another way"))
-    missed = Decision(Untouched(), missed=FactMissed(3, "it names 'lyon'", (), ("lyon",)))
-    for decision in (withheld, missed, Decision(Untouched("outside"))):
-        assert permitted(Decided((decision,)), banned).each[0] is decision
-    assert permitted(FOUND, None) is FOUND

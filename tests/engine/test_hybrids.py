@@ -250,26 +250,12 @@ def test_states_of_memory_are_never_those_of_other_requests(served: Served, fami
         served.check([question], ["gated"])
 
 
-@pytest.mark.parametrize(
-    ("save", "options", "message"),
-    [
-        (save_lfm2, {}, "rotates its queries wrongly"),
-        (save_lfm2, TORCH_ROPE | {"prefix_match_unit": 32}, "--prefix-match-unit 32, which is not a whole block"),
-        (save_granite_hybrid, {}, "start with --max-num-batched-tokens 128, or with --no-enable-prefix-caching"),
-    ],
-)
-def test_what_vllm_computes_wrongly_on_cpus_is_refused(
-    save: Callable[[Path], Path],
-    options: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_queries_that_vllm_rotates_wrongly_on_cpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_known_bugs.py` has what flags alone tell."""
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
-    usual = {"enforce_eager": True, "max_num_batched_tokens": 512, "enable_prefix_caching": True}
     with (
-        pytest.raises(UnsupportedModel, match=message),
-        engine(save(tmp_path), environment=FEWER_PROCESSES, **usual | options),
+        pytest.raises(UnsupportedModel, match="rotates its queries wrongly"),
+        engine(save_lfm2(tmp_path), environment=FEWER_PROCESSES, enforce_eager=True),
     ):
         pass
 

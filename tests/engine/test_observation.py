@@ -16,7 +16,7 @@ from inducekv_vllm.protocol import Decided, Decision, InjectionSpec
 from tests.bundles import random_bundle
 
 MEMORY = ServedBundle.from_bundle(random_bundle(), __file__)
-INJECTED = InjectionSpec("digest", (0,), (1.0,), False)
+INJECTED = InjectionSpec("digest", (0,), (1.0,))
 OPEN = Decided((Decision(INJECTED, "computed", "a", (-8.0, 6.3), similarity=0.42),))
 
 

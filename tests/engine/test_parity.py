@@ -34,8 +34,8 @@ from tests.engine.parity import (
 from tests.reference import reference_logprobs
 from tests.tiny_models import save_tiny_llava, save_tiny_qwen3_vl
 
-DEFAULT = [("first", None, False), ("second", None, False), ("other", None, False)]
-MERGED = [("sqrt", None, False), ("sqrt", 3, False), ("sqrt", 3, True), ("prior", None, False), ("prior", 3, False)]
+DEFAULT = [("first", None), ("second", None), ("other", None)]
+MERGED = [("sqrt", None), ("sqrt", 3), ("prior", None), ("prior", 3)]
 CONDITIONS = [*DEFAULT, *MERGED]
 
 
@@ -87,15 +87,15 @@ def check_equal(output: RequestOutput, plain: RequestOutput) -> None:
     assert torch.equal(logprobs, plain_logprobs)
 
 
-@pytest.mark.parametrize(("name", "top_k", "remainder"), CONDITIONS)
+@pytest.mark.parametrize(("name", "top_k"), CONDITIONS)
 class TestParity:
-    def test_compiled(self, compiled: MemoryEngine, name: str, top_k: int | None, remainder: bool) -> None:
+    def test_compiled(self, compiled: MemoryEngine, name: str, top_k: int | None) -> None:
         questions = prompts(8, seed=1)
-        answers = compiled.check(questions, [name] * 8, top_k=top_k, remainder=remainder)
+        answers = compiled.check(questions, [name] * 8, top_k=top_k)
         assert max(len(answer.output.prompt_token_ids or ()) for answer in answers) > 40  # chunks
 
-    def test_qwen(self, eager_qwen: MemoryEngine, name: str, top_k: int | None, remainder: bool) -> None:
-        eager_qwen.check(prompts(5, seed=1), [name] * 5, top_k=top_k, remainder=remainder)
+    def test_qwen(self, eager_qwen: MemoryEngine, name: str, top_k: int | None) -> None:
+        eager_qwen.check(prompts(5, seed=1), [name] * 5, top_k=top_k)
 
 
 class TestCompiled:
@@ -218,7 +218,7 @@ def test_bfloat16_is_as_close_as_it_is_without_memory(llava: World) -> None:
         bound = 2 * worst(None)
         assert TOLERANCE < bound < 0.5  # the plain model does round in bfloat16, and is not nonsense
         # Not "second": random maps and values that are taken away round more than the model does by itself.
-        for name, top_k in dict.fromkeys(condition[:2] for condition in (DEFAULT[0], *MERGED)):
+        for name, top_k in (DEFAULT[0], *MERGED):
             assert worst(name, top_k) <= bound, (name, top_k)
 
 

@@ -11,13 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm import triton_utils
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from inducekv_vllm.attention.attach import KeepsLse
 from inducekv_vllm.attention.merged.cpu_backend import InduceKVCPUBackend, InduceKVCPUImpl
@@ -39,8 +37,6 @@ from inducekv_vllm.protocol import (
 )
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS, InduceKVConfig
 from inducekv_vllm.vllm_seams.requirements import (
-    check_cpu_experts,
-    check_cpu_states,
     check_engine,
     check_gpu_runner,
     check_merged,
@@ -96,11 +92,11 @@ def test_wrong_settings_are_named(settings: Any, message: str) -> None:
 
 
 def test_specs_survive_the_journey() -> None:
-    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True, first_active=7)
+    memory = InjectionSpec("digest", (3, 1), (0.75, 0.25), first_active=7)
     found = FactFound(3, 0.98, (7, 8))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
-    decide = DecideSpec("digest", False, None, True)
-    asked = DecideSpec("digest", True, 4, False, "owner", adapters)
+    decide = DecideSpec("digest", False, None)
+    asked = DecideSpec("digest", True, 4, "owner", adapters)
     every: tuple[Specs, ...] = ((memory,), (replace(memory, bundle="other"), memory), (decide,), (asked, decide))
     for specs in every:
         assert parse_specs(json.loads(json.dumps({**extra_args_of(specs), "other": 1}))) == specs
@@ -121,12 +117,12 @@ def test_specs_survive_the_journey() -> None:
 
 
 def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> None:
-    spec = InjectionSpec("digest", (3, 1), (0.75, 0.25), remainder=True)
+    spec = InjectionSpec("digest", (3, 1), (0.75, 0.25))
     others = [
         replace(spec, bundle="other"),
         replace(spec, entries=(3, 2)),
         replace(spec, weights=(0.75, 0.25 + 2**-40)),
-        replace(spec, remainder=False),
+        replace(spec, expired=1),
         replace(spec, entries=(31,)),
     ]
     assert len({spec.content, *(other.content for other in others)}) == 6
@@ -138,7 +134,8 @@ def _engine(**changes: Any) -> Any:
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
     sizes |= {"prefill_context_parallel_size": 1, "tensor_parallel_size": 1}
     sizes |= {"use_ubatching": False, "enable_expert_parallel": False}
-    model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate"}
+    model = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", "is_hybrid": False}
+    model |= {"multimodal_config": None}
     model |= {"model_arch_config": SimpleNamespace(quantization_config=None)}
     model |= {"is_diffusion": False, "quantization": None, "enable_sleep_mode": False, "cache_dtype": "auto"}
     model |= {"hf_text_config": SimpleNamespace()}
@@ -157,7 +154,7 @@ def _engine(**changes: Any) -> Any:
         ({"scheduler_cls": None}, f"the scheduler None: .* --scheduler-cls {SCHEDULER_CLS}"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism of a mixture of experts"),
-        ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "--enable-expert-parallel on CPUs"),
+        ({"multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")}, "--mm-processor-cache-type shm"),
         ({"ec_transfer_config": object()}, "encoder disaggregation"),
         ({"enable_sleep_mode": True}, "sleep mode"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
@@ -179,38 +176,6 @@ def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason:
     check_engine(_engine())
     with pytest.raises(UnsupportedModel, match=reason):
         check_engine(_engine(**change))
-
-
-def test_drafts_of_hybrids_are_refused_on_cpus() -> None:
-    """Without memory, too, vLLM 0.32's log-probabilities are up to 9 off there."""
-    spec = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))
-    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    engine = _engine(prefix_match_unit=None, max_num_batched_tokens=16)
-    check_cpu_states(cache, engine)
-    engine.speculative_config = SimpleNamespace(method="mtp")
-    with pytest.raises(UnsupportedModel, match="wrongly on CPUs with speculative decoding of a hybrid"):
-        check_cpu_states(cache, engine)
-
-
-@pytest.mark.parametrize(
-    ("scoring", "message"),
-    [("sigmoid", "no sigmoid without groups.* would end the engine"), ("softmax", "leaves their bias out")],
-)
-def test_experts_that_vllm_chooses_wrongly_on_cpus_are_refused(scoring: str, message: str) -> None:
-    """MiniMax-M2's and Laguna's, ERNIE's."""
-    layer, bias = torch.nn.Identity(), torch.zeros(4)
-    layer.router = CPURouter(2, 4, scoring_func=scoring, e_score_correction_bias=bias)
-    model = torch.nn.ModuleDict({"experts": layer})
-    with pytest.raises(UnsupportedModel, match=f"experts: .*{message}"):
-        check_cpu_experts(model)
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    bias[3] = 9.0  # which would choose the last one
-    with pytest.raises(AssertionError) if scoring == "sigmoid" else nullcontext():  # what is refused is so
-        _, chosen = layer.router.select_experts(logits, logits)
-        assert sorted(chosen[0].tolist()) == [0, 1]
-    layer.router = CPURouter(*(2, 4, True, 1, 1), scoring_func=scoring, e_score_correction_bias=bias)
-    check_cpu_experts(model)
-    assert 3 in layer.router.select_experts(logits, logits)[1]
 
 
 def test_kernels_that_are_the_same_in_every_batch_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:

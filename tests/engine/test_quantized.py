@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inducekv_vllm.vllm_seams import requirements
+from inducekv_vllm.vllm_seams import known_bugs
 from tests.engine.parity import (
     FEWER_PROCESSES,
     MemoryEngine,
@@ -32,7 +32,7 @@ from tests.tiny_families import FAMILIES
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 32}
 needs_4_bit_kernel = pytest.mark.skipif(
-    not requirements.has_4_bit_kernel(), reason="vLLM has no kernel for 4-bit weights on this CPU"
+    not known_bugs.has_4_bit_kernel(), reason="vLLM has no kernel for 4-bit weights on this CPU"
 )
 NAMES = (None, "sqrt", "first", "gated")
 
@@ -105,7 +105,7 @@ def test_4_bit_weights_are_refused_at_start_on_a_cpu_without_their_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised, _ = quantised_and_plain(tmp_path, "gptq")
-    monkeypatch.setattr(requirements, "has_4_bit_kernel", lambda: False)
+    monkeypatch.setattr(known_bugs, "has_4_bit_kernel", lambda: False)
     with (
         pytest.raises(Exception, match="4-bit weights, and vLLM has no kernel for them on this CPU"),
         engine(quantised, environment=FEWER_PROCESSES, dtype="float16", **OPTIONS),

@@ -14,7 +14,8 @@ from inducekv_vllm.attention.decoupled import active_rows
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
-from inducekv_vllm.frontend.request import MEMORIES_OPTION, memory_names
+from inducekv_vllm.frontend.request import MEMORIES_OPTION, memory_names, require_top_k
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter, extra_args_of
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.runner import StepRows
@@ -83,10 +84,10 @@ def started(name: str, spec: Any) -> Any:
 
 
 def injection(bundle: str, first_active: int = 0, weight: float = 1.0) -> InjectionSpec:
-    return InjectionSpec(bundle, (0, 1), (weight, 1.0), False, first_active)
+    return InjectionSpec(bundle, (0, 1), (weight, 1.0), first_active)
 
 
-DECIDE = DecideSpec("first", False, None, False)
+DECIDE = DecideSpec("first", False, None)
 
 
 def test_slots_have_the_memory_of_running_requests() -> None:
@@ -149,6 +150,9 @@ def test_a_request_goes_on_with_an_adapter_and_its_media() -> None:
         ("switch_adapter", "a", adapter.lora_request),
     ]
     assert worker.memory("a") is None
+    known = Start(adapter=adapter, media=["features"])
+    worker.follow({"b": DECIDE}, starts={"b": known})  # vLLM tells the runner after this
+    assert len(worker.calls) == 3
 
 
 def test_the_rows_that_memory_acts_on() -> None:
@@ -209,3 +213,23 @@ def test_a_request_names_no_memory_that_a_gateway_does_not_see_unless_the_server
     else:
         with pytest.raises(VLLMValidationError, match=found):
             memory_names("acme", arguments, config)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "entries", "found", "reason"),
+    [
+        ("sqrt", 12, 0, "must be a whole number from 1 to 12, the memory's entries; found 0"),
+        ("prior", 12, 13, "from 1 to 12"),
+        ("sqrt", 12, True, "found True"),
+        ("sqrt", 12, "two", "found 'two'"),
+        ("uniform", 12, 2, "has nothing to choose from: the memory gives a request all entries of its task"),
+        ("sqrt", 0, 2, "has nothing to choose from: the memory has no entries"),
+    ],
+)
+def test_a_number_of_entries_that_means_nothing_is_refused(
+    weighting: str, entries: int, found: object, reason: str
+) -> None:
+    metadata: Any = SimpleNamespace(weighting=weighting, entries=(None,) * entries)
+    require_top_k(12, ServedBundle(SimpleNamespace(weighting="sqrt", entries=(None,) * 12), "", 0))  # type: ignore[arg-type]
+    with pytest.raises(VLLMValidationError, match=reason):
+        require_top_k(found, ServedBundle(metadata, "", 0))

@@ -1,7 +1,8 @@
 """A request goes back once, in place or to other blocks, synchronous or not, preempted or aborted.
 
-The scheduler without a model: a batch queue of two, as in vLLM's engine, and a worker that decides as it is told.
-Asynchronous scheduling puts the next step together before the decision of the last one is known.
+The scheduler without a model: a batch queue of two, as in vLLM's engine, and a worker that decides as it is told, with
+its own table of requests. Asynchronous scheduling puts the next step together before the decision of the last one is
+known.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from inducekv_vllm.attention.pool import PoolShape
+from inducekv_vllm.attention.slots import Slots
 from inducekv_vllm.facts import FactFound
-from inducekv_vllm.forbidden import permitted
 from inducekv_vllm.protocol import (
     DECISIONS,
     STARTS,
@@ -33,15 +35,43 @@ from inducekv_vllm.protocol import (
     Failed,
     InjectionSpec,
     Start,
+    TaskAdapter,
     Untouched,
     extra_args_of,
 )
 from inducekv_vllm.vllm_seams.config import SCHEDULER_CLS
+from inducekv_vllm.workers.requests import WorkerRequests
 from server.demo import CHECKPOINT
+from tests.unit.inducekv_vllm.attention.pools import fitting_bundle, poisoned_pool, store
 
 BLOCK = 32
+SHAPE = PoolShape(entries=4, num_layers=1, num_kv_heads=1, heads_per_kv_head=1, head_size=8, value_size=8)
 RIGHT, DROPPED = 7, 666  # tokens: 666 is the untouched model's, where memory ought to act
 PROMPT = list(range(20, 120))  # three full blocks and a part
+
+
+class Runner:
+    """A model runner's tables: of a new request it knows nothing before the step that begins it."""
+
+    def __init__(self, is_v2: bool) -> None:
+        self.is_v2, self.known = is_v2, set[str]()
+
+    def take_back(self, name: str, redo_from: int) -> None:
+        assert name in self.known
+
+    def switch_adapter(self, name: str, adapter: object) -> None:
+        assert self.is_v2 or name in self.known
+
+    give_media = switch_adapter
+
+    def process_logits(self, name: str) -> None:
+        pass
+
+    def update(self, step: SchedulerOutput) -> None:
+        self.known -= step.finished_req_ids
+        if self.is_v2:
+            self.known -= step.preempted_req_ids or set()
+        self.known |= {new.req_id for new in step.scheduled_new_reqs}
 
 
 class Engine:
@@ -64,6 +94,9 @@ class Engine:
             hash_block_size=BLOCK,
         )
         self.scheduler.use_v2_model_runner = is_v2
+        bundle = store(poisoned_pool(SHAPE), fitting_bundle(SHAPE, 2, 1, map_rank=1))
+        self.runner = Runner(is_v2)
+        self.table = WorkerRequests(Slots(16, lambda memory: None), lambda digest: bundle)
         hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self.hasher = get_request_block_hasher(BLOCK, hash_fn)
@@ -86,7 +119,10 @@ class Engine:
     ) -> Request:
         """`changes` of the request's sampling parameters."""
         decided = Decided((decision,)) if isinstance(decision, Decision) else decision
-        specs = () if decided is None else (DecideSpec("digest", False, None, True, owner="o"),) * len(decided.each)
+        given = () if decided is None else decided.each
+        others = ("own", "shared") if len(given) > 1 else ("digest",)
+        bundles = [each.injection.bundle if each.injection else name for each, name in zip(given, others, strict=False)]
+        specs = tuple(DecideSpec(name, False, None, owner="o") for name in bundles)
         extra = extra_args_of(specs)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra, **changes)
         if decided is not None:
@@ -118,6 +154,8 @@ class Engine:
         assert not self.scheduler.asked
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.table.follow(step, self.runner)
+        self.runner.update(step)
         started: dict[str, Start] = getattr(step, STARTS, {})
         self.starts.update(started)
         cached = step.scheduled_cached_reqs
@@ -139,13 +177,13 @@ class Engine:
         return output
 
     def _token(self, name: str) -> int:
-        decision = permitted(self.decisions.get(name, Decided((CLOSED,))), self.requests[name].sampling_params)
+        decision = self.decisions.get(name, Decided((CLOSED,)))
         goes_back = decision.redo_from(self.requests[name].num_prompt_tokens) is not None
         return DROPPED if goes_back and name not in self.starts else RIGHT
 
 
 def opened(first_active: int) -> Decision:
-    return Decision(InjectionSpec("digest", (1,), (1.0,), False, first_active), task="a", margins=(1.0,))
+    return Decision(InjectionSpec("digest", (1,), (1.0,), first_active), task="a", margins=(1.0,))
 
 
 def started(decision: Decision, redo_from: int) -> Start:
@@ -214,21 +252,62 @@ def test_a_full_last_block_is_shared_once_it_is_known_what_is_in_it(
     assert next(step["untouched"] for step in engine.steps if "untouched" in step) == 100 - shared
 
 
+def opened_for(own: int | None, shared: int | None) -> Decided:
+    """Two memories, each from its own position on, or behind a closed gate."""
+    made = [
+        CLOSED if first is None else Decision(InjectionSpec(bundle, (1,), (1.0,), first), task="a")
+        for bundle, first in (("own", own), ("shared", shared))
+    ]
+    return Decided(tuple(made))
+
+
+@pytest.mark.parametrize("blocks", [64, 8])
+@pytest.mark.parametrize("is_v2", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_prompt_that_was_decided_begins_with_its_memory(is_async: bool) -> None:
-    engine = Engine(is_async)
-    for name, decision in (("first", opened(70)), ("again", opened(70))):
-        engine.add(name, PROMPT, decision)
+@pytest.mark.parametrize(
+    "decision",
+    [
+        CLOSED,
+        opened(70),
+        opened(0),
+        replace(opened(99), same_pass=True),
+        FOUND,
+        Decision(TaskAdapter("style", 3, "/adapters/style")),
+        Decision(TaskAdapter("style", 3, "/adapters/style"), fact=FOUND.fact),
+        opened_for(99, 70),
+        opened_for(None, 0),
+    ],
+)
+def test_a_prompt_that_was_decided_begins_with_what_was_decided(
+    decision: Decision | Decided, is_async: bool, is_v2: bool, blocks: int
+) -> None:
+    """One by one and several at once, preempted or not."""
+    engine = Engine(is_async, blocks, is_v2)
+    decided = decision if isinstance(decision, Decided) else Decided((decision,))
+    for names in ("a", "b", "cde", "fgh"):
+        for name in names:
+            engine.add(name, PROMPT, decided, max_tokens=40)
         engine.drain()
-    assert next(step["again"] for step in engine.steps if "again" in step) == 4  # the rest is in the cache
-    assert engine.starts["again"] == started(opened(70), 70)
-    assert [each.each[0].source for each in engine.delivered["again"]] == ["cached"] * 6
-    expired = replace(opened(70), valid_until=1.0)
+        for name in names:
+            is_first = name == "a"
+            start = decided.changed(same_pass=is_first and decided.same_pass).start(100)
+            assert engine.starts.get(name) == (start if start.redo_from is not None or not is_first else None)
+            assert engine.answers[name] == [RIGHT] * 40
+            assert {each.each[0].source for each in engine.delivered[name]} == {"computed" if is_first else "cached"}
+    assert any(engine.requests[name].num_preemptions for name in "cdefgh") == (blocks == 8)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_decision_is_known_until_it_expires(is_async: bool) -> None:
+    engine = Engine(is_async)
     for name in ("expired", "anew"):
-        engine.decisions.clear()
-        engine.add(name, PROMPT[:90], expired)
+        engine.add(name, PROMPT[:90], replace(opened(70), valid_until=1.0))
         engine.drain()
         assert engine.delivered[name][0].each[0].source == "computed"
+    for name in ("first", "again"):
+        engine.add(name, PROMPT, opened(70))
+        engine.drain()
+    assert next(step["again"] for step in engine.steps if "again" in step) == 4  # the rest is in the cache
 
 
 BANNED: dict[str, Any] = {"logit_bias": {8: -100.0}}
@@ -240,20 +319,20 @@ BIASED: dict[str, Any] = {"logit_bias": {8: -5.0}}
 def test_what_a_request_forbids_is_its_own(is_async: bool, is_v2: bool) -> None:
     """One prompt, one decision, and requests that forbid the answer before and behind those that do not."""
     engine = Engine(is_async, is_v2=is_v2)
+    assert FOUND.fact is not None
+    withheld = replace(FOUND, fact=replace(FOUND.fact, withheld="logit_bias bans one of its tokens"))
     asked = {"first": BANNED, "plain": {}, "banned": BANNED, "biased": BIASED, "again": BANNED, "last": {}}
     for name, changes in asked.items():
         engine.decisions.clear()
-        engine.add(name, PROMPT, FOUND, **changes)
+        engine.add(name, PROMPT, withheld if changes is BANNED else FOUND, **changes)
         engine.drain()
     for name, changes in asked.items():
-        withheld = "logit_bias bans one of its tokens" if changes is BANNED else None
-        assert FOUND.fact is not None
+        expected = withheld if changes is BANNED else FOUND
         for decided in engine.delivered[name]:
             (decision,) = decided.each
-            assert decision.fact == replace(FOUND.fact, withheld=withheld)
-            assert decision.answer == (None if withheld else FOUND.fact.token_ids)
-            assert decision.source == ("computed" if name == "first" else "cached")
-        assert engine.starts.get(name, Start()).answer == (None if withheld else FOUND.fact.token_ids)
+            assert (decision.fact, decision.answer) == (expected.fact, expected.answer)
+            assert decision.source == ("computed" if name in ("first", "plain") else "cached")
+        assert engine.starts.get(name, Start()).answer == expected.answer
         assert engine.answers[name] == [RIGHT] * 6
 
 
@@ -309,15 +388,6 @@ def test_few_blocks(is_async: bool, is_v2: bool) -> None:
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 24
 
 
-def opened_for(own: int | None, shared: int | None) -> Decided:
-    """Two memories, each from its own position on, or behind a closed gate."""
-    made = [
-        CLOSED if first is None else Decision(InjectionSpec(bundle, (1,), (1.0,), False, first), task="a")
-        for bundle, first in (("own", own), ("shared", shared))
-    ]
-    return Decided(tuple(made))
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
     ("own", "shared", "redone"),
@@ -338,7 +408,7 @@ def test_a_request_with_two_memories_goes_back_to_where_the_first_one_begins(
 def test_blocks_tell_which_memories_act_in_them_and_in_which_order() -> None:
     """Tenants with one shared memory have its blocks in common, up to where their own begins."""
     engine, hashes = Engine(is_async=False), dict[str, list[bytes]]()
-    other = replace(opened(64), outcome=InjectionSpec("other", (1,), (1.0,), False, 64))
+    other = replace(opened(64), outcome=InjectionSpec("other", (1,), (1.0,), 64))
     asked = {
         "untouched": None,
         "acme": opened_for(own=64, shared=32),

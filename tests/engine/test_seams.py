@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from inducekv_vllm import SUPPORTED_VLLM, plugin
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.vllm_seams import seams
+from inducekv_vllm.vllm_seams.patches import patch, patch_some
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -20,16 +23,16 @@ def test_nothing_is_missing_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "parameters", "missing"),
+    ("place", "names", "missing"),
     [
         ("vllm.nothing:Scheduler.schedule", (), "vllm.nothing.Scheduler.schedule"),
         (f"{SCHEDULER}.nothing", (), "vllm.v1.core.sched.scheduler.Scheduler.nothing"),
         (f"{SCHEDULER}.add_request", ("request", "other"), "Scheduler.add_request: the parameter other"),
     ],
 )
-def test_missing_methods(place: str, parameters: tuple[str, ...], missing: str) -> None:
-    (found,) = seams._missing_methods({place: parameters})
-    assert found.endswith(missing)
+def test_missing_methods(place: str, names: tuple[str, ...], missing: str) -> None:
+    (found,) = seams._missing_seams({"ours.py": {place: names}})
+    assert found.endswith(f"{missing} (ours.py)")
 
 
 class Base:
@@ -64,7 +67,60 @@ class Slotted:
 def test_missing_attributes() -> None:
     names = ("declared", "of_base", "of_instances", "of_method", "computed")
     places = {f"{__name__}:Open": (*names, "nothing"), f"{__name__}:Gone": ("of_instances",)}
-    assert list(seams._missing_attributes(places)) == [f"{__name__}.Open.nothing", f"{__name__}.Gone"]
+    found = list(seams._missing_seams({"ours.py": places}))
+    assert found == [f"{__name__}.Open.nothing (ours.py)", f"{__name__}.Gone (ours.py)"]
+
+
+def test_the_list_names_who_leans_on_what() -> None:
+    """Each name is in its user's source, and each private one of vLLM's that any of our modules uses is in the list."""
+    root, used = Path(seams.__file__).parents[2], dict[str, set[str]]()
+    for package in seams.PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            used[str(path.relative_to(root))] = private_names(ast.parse(path.read_text()))
+    for user, places in seams.SEAMS.items():
+        text = (root / user).read_text()
+        for place, names in places.items():
+            if isinstance(seams._found(place), type):
+                assert [name for name in names if name not in text] == [], (user, place)
+    for user, names in used.items():
+        listed = {part for place, found in seams.SEAMS.get(user, {}).items() for part in (*found, place.split(".")[-1])}
+        assert names - listed - set(OTHERS) == set(), user
+
+
+# Of torch and transformers, and what a function of vLLM's registers on layers.
+OTHERS = ("_scaled_dot_product_flash_attention_for_cpu", "_C", "_config", "_from_config", "_k_scale", "_v_scale")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Those that a module reads of objects that are not its own, or replaces."""
+    own, found = set[str](), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.AnnAssign(target=ast.Attribute(attr=name)):
+                own.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) | ast.Call(args=[_, ast.Constant(value=str(name)), *_]):
+                found.add(name)
+    return {name for name in found - own if name.startswith("_") and not name.startswith("__")}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_start_in_which_there_is_nothing_to_replace_ends(is_there: bool) -> None:
+    owner = SimpleNamespace(**({"check": 1} if is_there else {}))
+    if is_there:
+        patch_some([SimpleNamespace(), owner], "check", lambda found: found + 1, of="routes")
+        patch(owner, "check", lambda found: found + 1)
+        assert owner.check == 3
+        return
+    with pytest.raises(UnsupportedModel, match="replaces check of vLLM's routes, and this vLLM has none"):
+        patch_some([SimpleNamespace(), owner], "check", lambda found: found + 1, of="routes")
+    with pytest.raises(UnsupportedModel, match="replaces check of vLLM's SimpleNamespace, and this vLLM has none"):
+        patch(owner, "check", lambda found: found + 1)
 
 
 def test_outputs_that_take_no_new_attribute() -> None:
@@ -78,7 +134,8 @@ def test_outputs_that_take_no_new_attribute() -> None:
     [
         ("vllm.v1.request:Request", "next_decode_eligible_step"),
         ("vllm.v1.core.sched.scheduler:Scheduler", "encoder_cache_mismatch_reqs"),
-        ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "execute_model_state"),
+        ("vllm.v1.worker.gpu_model_runner:ExecuteModelState", "hidden_states"),
+        ("vllm.config.parallel:ParallelConfig", "_api_process_rank"),
     ],
 )
 def test_a_missing_attribute_is_named_at_start(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,7 @@ from inducekv_vllm.protocol import (
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers import prompts
 from inducekv_vllm.workers.cached_values import CachedValues
-from inducekv_vllm.workers.decisions import Deciding, Decisions, joins
-from inducekv_vllm.workers.gate_log import GateLog
+from inducekv_vllm.workers.decisions import Deciding, StepDecisions, joins
 from inducekv_vllm.workers.prompts import PromptReader
 from inducekv_vllm.workers.requests import Phase, WorkerRequest, WorkerRequests
 from tests.bundles import D, J, random_gate
@@ -175,12 +174,12 @@ class Requests:
         self.cache = Cache(as_on_cpu)
         gate = ResidentGate.load(GATE, slice(0, J), D, True, CPU)
         self.bundle: Any = SimpleNamespace(gate=gate, picture_marks=picture_marks)
-        self.spec = DecideSpec("digest", retrieval, None, True)
+        self.spec = DecideSpec("digest", retrieval, None)
         self.table = WorkerRequests(Slots(2, lambda memory: None), lambda digest: self.bundle)
         self.values = self.cache.values()
         reader = PromptReader(self.values, {IMAGE}, lambda sums: sums, lambda features: features, CPU)
         attention: Any = None
-        self.decisions = Decisions(self.table, reader, None, attention, {IMAGE}, is_alone=True)
+        self.decisions = StepDecisions(self.table, reader, None, attention, {IMAGE}, is_alone=True)
 
     def start(self, request_id: str, blocks: list[list[int]]) -> None:
         params = SamplingParams(extra_args=extra_args_of((self.spec,)))
@@ -405,7 +404,7 @@ def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: p
             gate=None, picture_marks=None, index=index, words=None, reader=reader, facts=facts
         )
         each.start("r", [[3, 0, 5], [4, 1]])
-    deciding = Deciding({IMAGE}, GateLog())
+    deciding = Deciding({IMAGE})
     first, second = (deciding.decide(request) for each in asked for request in each.step("r", 0, 11))
     unexpected = not isinstance(error, InduceKVError)
     assert first.error is not None
@@ -421,7 +420,7 @@ def test_evidence_that_cannot_be_read_ends_its_own_request(
     monkeypatch.setattr(requests.values, "read", raising(error))
     requests.start("r", [[3, 0, 5], [4, 1]])
     (request,) = requests.step("r", 0, 11)
-    decision = Deciding({IMAGE}, GateLog()).decide(request)
+    decision = Deciding({IMAGE}).decide(request)
     assert decision.error is not None
     assert "RuntimeError" in decision.error
     assert errors_in(logged) == [error]
@@ -436,9 +435,9 @@ class Late:
 @pytest.mark.parametrize(
     ("decision", "does_join"),
     [
-        (Decision(InjectionSpec("d", (1,), (1.0,), False, 10)), True),
-        (Decision(InjectionSpec("d", (0, 1), (1.0, 1.0), False, 10)), False),  # layer 0 is computed
-        (Decision(InjectionSpec("d", (1,), (1.0,), False, 9)), False),  # so is an earlier token
+        (Decision(InjectionSpec("d", (1,), (1.0,), 10)), True),
+        (Decision(InjectionSpec("d", (0, 1), (1.0, 1.0), 10)), False),  # layer 0 is computed
+        (Decision(InjectionSpec("d", (1,), (1.0,), 9)), False),  # so is an earlier token
         (Decision(Untouched("outside")), False),
         (Decision(Untouched(), fact=FOUND), True),
         (Decision(TaskAdapter("a", 1, "/a"), fact=FOUND), False),
@@ -459,7 +458,7 @@ def test_two_memories_join_the_pass_together(
 ) -> None:
     """Or neither does."""
     outcomes = [
-        Untouched("outside") if each is None else InjectionSpec("d", (each[0],), (1.0,), False, each[1])
+        Untouched("outside") if each is None else InjectionSpec("d", (each[0],), (1.0,), each[1])
         for each in (own, shared)
     ]
     decided = Decided(tuple(Decision(outcome) for outcome in outcomes))

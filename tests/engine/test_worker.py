@@ -52,7 +52,7 @@ def test_a_bundle_of_which_a_request_may_read_more_than_a_slot_holds_is_refused(
     check_most_entries(bundle, 5)
     check_most_entries(gated, most)
     for own, read in ((bundle, 5), (gated, most)):
-        with pytest.raises(CapacityError, match=f"may read {read} entries .* larger memory_request_entries"):
+        with pytest.raises(CapacityError, match=f"may read {read} entries .* as many as the pool has"):
             check_most_entries(own, read - 1)
 
 

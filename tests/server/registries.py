@@ -10,8 +10,9 @@ from typing import Any
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from server.engines import Engines
+from server.pool import PoolSize
 from server.registry import BundleRegistry
-from server.residency import PoolSize
 from server.state import ServerState
 from tests.bundles import FINGERPRINT, random_bundle
 
@@ -94,13 +95,15 @@ def begin(
     path = config.state or temporary
     assert path is not None
     state = ServerState(path, keeps_bundles=config.state is not None)
-    return BundleRegistry(workers, models(), FINGERPRINT, state, config, pool=pool)
+    return BundleRegistry(Engines(workers, pool), models(), FINGERPRINT, state, config)
 
 
 async def end(registry: BundleRegistry) -> None:
     """As the end of its process does, by whatever signal."""
-    tasks = [task for task in (registry.following.task, *registry.background) if task is not None]
+    loads = [load for version in registry.versions.pool for load in version.coming.values()]
+    following = registry.versions.following
+    tasks = [*loads, *registry.versions.background, *([] if following is None else [following])]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    registry._state.close()
+    registry.state.close()

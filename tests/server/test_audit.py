@@ -22,6 +22,7 @@ from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.journal import STRANGERS
 from server.registry import BundleRegistry
+from server.state import StateError
 from tests.bundles import random_bundle
 from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
 
@@ -49,9 +50,9 @@ class Audited:
         await self.registry.load("m", str(self.folder / f"{content}.safetensors"), replace=True, who=ADMIN, **options)
 
     async def released(self) -> None:
-        await self.registry.following.follow()
-        while self.registry.background:
-            await asyncio.gather(*self.registry.background)
+        await self.registry.versions.follow()
+        while self.registry.versions.background:
+            await asyncio.gather(*self.registry.versions.background)
 
     def records(self) -> list[dict[str, Any]]:
         verify(self.path)
@@ -131,9 +132,9 @@ async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr("server.state.audit_chain.append", full)
         for change in (server.load("b"), server.registry.unload("m"), server.registry.forget("m")):
-            with pytest.raises(ConfigError, match="cannot record this; nothing changed: database or disk is full"):
+            with pytest.raises(StateError, match="cannot record this; nothing changed: database or disk is full"):
                 await change
-        with pytest.raises(ConfigError):
+        with pytest.raises(StateError):
             await server.registry.journal.record_answer("r", "", TRACE)
     await server.released()
     assert (server.registry.shown(), server.copies()) == (before, copies)

@@ -25,7 +25,7 @@ def test_the_list_has_what_is_loaded(bundles: Bundles, world: World) -> None:
     assert cards.keys() == {"first", "second"}
     card, bundle = cards["first"], world.bundles["first"]
     assert card["digest"] == bundle.digest
-    assert (card["entries"], card["budget"], card["payload_tokens"]) == (12, 12, 6)
+    assert card["entries"] == 12
     assert card["tasks"] == {"t": 12}
     assert card["file_bytes"] == world.paths["first"].stat().st_size
     assert card["resident_bytes"] > 0
@@ -40,7 +40,7 @@ def test_load_use_and_unload(bundles: Bundles, client: openai.OpenAI, world: Wor
     assert "late" in {model.id for model in client.models.list()}
     (prompt,) = prompts(1, seed=11)
     assert deviation(world, ask(client, "late", prompt), prompt, world.bundles["other"]) <= TOLERANCE
-    assert bundles.unload("late").json() == {"name": "late", "digest": digest, "unloaded": True}
+    assert bundles.unload("late").json() == {"name": "late", "digest": digest}
     with pytest.raises(openai.NotFoundError):
         ask(client, "late", prompt)
     bundles.wait_until_drained()

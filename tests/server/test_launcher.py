@@ -23,6 +23,7 @@ from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
 from server.launcher import DEFAULT_HOST, SCHEDULER_CLS, WORKER_CLS, UsageError, main, plugin_list
 from tests.bundles import random_bundle
+from tests.tiny_hybrids import save_granite_hybrid
 
 
 @pytest.fixture
@@ -70,8 +71,8 @@ class TestArguments:
             "--memory-audit-answers",
         ]
         expected |= {"state": str(tmp_path / "state"), "roots": [str(tmp_path), str(tmp_path / "b")]}
-        given += ["--require-signature", "public.pem", "--gate_log", "gate.jsonl", "--memory-admin-key", "key"]
-        expected |= {"require_signature": [str(tmp_path / "public.pem")], "gate_log": str(tmp_path / "gate.jsonl")}
+        given += ["--require-signature", "public.pem", "--memory-admin-key", "key"]
+        expected |= {"require_signature": [str(tmp_path / "public.pem")]}
         expected |= {"bundles": {}, "audit_answers": True}
         assert config("MODEL", *given) == expected
         file = tmp_path / "serve.yaml"
@@ -87,9 +88,9 @@ class TestArguments:
         assert handed("MODEL", flag).host != DEFAULT_HOST
 
     def test_a_users_additional_config_is_kept(self, bundle: Path) -> None:
-        users = json.dumps({"other": 1, "inducekv": {"bundles": {"b": str(bundle)}, "decision_cache_entries": 7}})
+        users = json.dumps({"other": 1, "inducekv": {"bundles": {"b": str(bundle)}, "keep_versions": 7}})
         args = handed("MODEL", f"--additional_config={users}", "--memory", f"a={bundle}")
-        ours = {"bundles": {"a": str(bundle), "b": str(bundle)}, "decision_cache_entries": 7}
+        ours = {"bundles": {"a": str(bundle), "b": str(bundle)}, "keep_versions": 7}
         assert args.additional_config == {"other": 1, "inducekv": ours}
 
     def test_a_shared_bundle_is_a_second_memory(self, bundle: Path) -> None:
@@ -102,14 +103,12 @@ class TestArguments:
         args = handed("MODEL", "--worker-cls", "my.Worker", "--scheduler-cls", "my.Scheduler")
         assert (args.worker_cls, args.scheduler_cls) == ("my.Worker", "my.Scheduler")
 
-    def test_the_demo_stands_in_for_a_model(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Path
-    ) -> None:
+    def test_the_demo_stands_in_for_a_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         environment: dict[str, str] = {}
         args = handed("--port", "8001", environment=environment)
         assert (args.model_tag, environment) == (str(CHECKPOINT), {"VLLM_CPU_KVCACHE_SPACE": "1"})
         assert args.additional_config == {"inducekv": {"bundles": {"demo": str(BUNDLE)}}}
-        assert config("--memory", f"a={bundle}") == {"bundles": {"a": str(bundle)}}
+        assert config("--memory", f"a={BUNDLE}") == {"bundles": {"a": str(BUNDLE)}}
         assert config("MODEL") == {"bundles": {}}
         handed("MODEL", environment=(environment := {}))
         assert not environment
@@ -139,6 +138,11 @@ class TestRefusals:
             (["--memory", "a=/no/such/file"], "argument --memory: a: no such file: /no/such/file"),
             (["--memory", "a=BUNDLE", "--memory", "a=BUNDLE"], "'a' twice"),
             (["--memory", "a=DAMAGED"], "--memory a: .*damaged.safetensors"),
+            (["--memory", "prompt=BUNDLE"], "the name 'prompt' is taken: vLLM reads it as a kind of message content"),
+            (["--memory", "a@0123456789ab=BUNDLE"], "is taken: requests that end so are pinned to a version"),
+            (["--memory", "a b=BUNDLE"], "a bundle's name must be at most 128 letters"),
+            (["--memory", "MODEL=BUNDLE"], "the name 'MODEL' is taken by the served model"),
+            (["--memory", "a=BUNDLE", "--lora-modules", "a=/lora"], "the name 'a' is taken by a LoRA adapter"),
             (["--memmory=4"], "unrecognized arguments: --memmory=4"),
             (["--memory-top-k", "0"], "top_k: .* greater than or equal to 1 .found 0"),
             (["--memory-pool-entries", "x"], "argument --memory-pool-entries: invalid int value: 'x'"),
@@ -152,8 +156,6 @@ class TestRefusals:
             (["--memory-state", "/no/such/state"], "/no/such/state: no such folder: /no/such"),
             (["--memory-state", "FOLDER"], "a state file is expected, and this is no file"),
             (["--memory-state", "BUNDLE"], "file is not a database"),
-            (["--gate-log", "/no/such/log"], "/no/such/log: cannot be used as a gate log: No such file or directory"),
-            (["--gate-log", "/dev/null"], "cannot be used as a gate log: not a regular file"),
             (["--memory", "a=BUNDLE", "--memory-shared", "b"], "shared .* found 'b', bundles a, max_memories 2"),
             (["--memory", "a=BUNDLE", "--memory-shared", "a"], "bundle 'a' is merged .*: it cannot be shared"),
             (["--memory-audit-answers"], "audit_answers needs state, the file to record them in"),
@@ -189,6 +191,33 @@ class TestRefusals:
             main([each.replace("COPY", str(copy)) for each in model])
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith(f"inducekv-serve: error: {copy}: the model has no tokenizer: expected tokenizer.json")
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["--memory", "a=BUNDLE"], "--memory a: .* was made for another backbone: architecture"),
+            (["-pp", "2"], "InduceKV cannot serve memory with pipeline parallelism"),
+            (["--mm-processor-cache-type", "shm"], "with --mm-processor-cache-type shm: its entries"),
+            (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], "it would not wait for decisions; start"),
+            (["--max-model-len", "9999999"], "max_model_len"),
+        ],
+    )
+    def test_what_the_model_in_a_folder_does_not_go_with(
+        self, argv: list[str], message: str, bundle: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as end:
+            main([str(CHECKPOINT), *(each.replace("BUNDLE", str(bundle)) for each in argv)])
+        assert end.value.code == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert re.match(rf"inducekv-serve: error: .*{message}", line), line
+
+    def test_a_flag_with_which_vllm_computes_a_model_wrongly(self, tmp_path: Path) -> None:
+        model = save_granite_hybrid(tmp_path / "model")
+        with pytest.raises(
+            UnsupportedModel, match=r"--max-num-batched-tokens 128, or with .* \(vLLM 0.32, not reported"
+        ):
+            handed(str(model), "--enable-prefix-caching", "--max-num-batched-tokens", "512")
+        handed(str(model), "--enable-prefix-caching", "--max-num-batched-tokens", "128")
 
     def test_a_path_is_no_id_of_the_hub(self) -> None:
         for model in ("./no/such/model", "~/model", "no/such/model", "/no/such/model"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import InduceKVError, UnknownBundle
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from server.residency import PoolSize
-from server.turn import TURN
+from server.pool import PoolSize
+from server.versions import TURN, Turn
 from tests.bundles import random_bundle
 from tests.server.registries import Workers, begin, end
 
@@ -49,16 +48,16 @@ class Life:
     def __init__(self, folder: Path) -> None:
         self.folder, self.workers = folder, Workers(room=2)
         self.registry = begin(InduceKVConfig(), self.workers, folder / "state", PoolSize(2, 1, 20))
-        self.running = ExitStack()  # requests
+        self.running = Turn()  # requests
         self.waiting: list[asyncio.Task[Any]] = []
 
     async def load(self, *names: str) -> None:
         for name in names:
             await self.registry.load(name, str(self.folder / f"{name}.safetensors"))
 
-    async def ask(self, name: str, turn: ExitStack | None = None) -> str:
+    async def ask(self, name: str, turn: Turn | None = None) -> str:
         """A request, and what it is answered by; it goes on until the end of its turn."""
-        with contextlib.nullcontext(turn) if turn is not None else ExitStack() as turn:
+        with contextlib.nullcontext(turn) if turn is not None else Turn() as turn:
             token = TURN.set(turn)
             try:
                 await self.registry.bring(name)
@@ -127,18 +126,18 @@ class Life:
                 assert fails or (phase == "draining" and isinstance(outcome, UnknownBundle)), outcome
         assert phase not in ("used", "draining") or DIGEST["m"] in self.workers.resident
         self.running.close()
-        while self.registry.background:
-            await asyncio.gather(*self.registry.background)
+        while self.registry.versions.background:
+            await asyncio.gather(*self.registry.versions.background)
 
     async def place(self) -> str:
         """What the server believes is what the workers have."""
-        await self.registry.following.follow()
-        state = self.registry._state
-        known = {digest for digest, version in self.registry._names.versions.items()}
+        await self.registry.versions.follow()
+        state = self.registry.state
+        known = {digest for digest, version in self.registry.versions.pool.resident.items()}
         assert known == set(state.snapshot().resident) == set(self.workers.resident)
         named = {state.served(name).digest for name, _ in state.page("", 9)}  # type: ignore[union-attr]
         assert (known | self.workers.kept) <= named, "something is left that no name stands for"
-        assert not any(version.is_used for version in self.registry._names.versions.values())
+        assert not any(version.is_used for version in self.registry.versions.pool.resident.values())
         if DIGEST["m"] in self.workers.resident:
             return "pool"
         return "host" if DIGEST["m"] in self.workers.kept else "nowhere"
@@ -160,8 +159,8 @@ async def test_the_life_of_a_version(life: Life, phase: str, event: str) -> None
     await life.happen(event)
     await asyncio.wait_for(life.end(phase), 20)
     answer = await asyncio.wait_for(life.ask("m"), 20)
-    while life.registry.background:
-        await asyncio.gather(*life.registry.background)
+    while life.registry.versions.background:
+        await asyncio.gather(*life.registry.versions.background)
     assert f"{answer} {await life.place()}" == TABLE[phase][EVENTS.index(event)]
     with contextlib.suppress(InduceKVError):
         await life.crowd()

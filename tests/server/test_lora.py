@@ -13,6 +13,7 @@ import pytest
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.frontend.served_bundle import ServedBundle
+from server.engines import Engines
 from server.registry import BundleRegistry
 from server.state import ServerState
 from tests.engine.parity import TOLERANCE, gated_bundle, prompts
@@ -68,7 +69,7 @@ def test_compiled_models_refuse_a_bundle_that_names_no_adapter(adapted: Adapted,
     client: Any = SimpleNamespace(vllm_config=config)
     models: Any = SimpleNamespace(lora_requests={}, base_model_paths=[SimpleNamespace(name="base")])
     state = ServerState(tmp_path / "state", keeps_bundles=False)
-    registry = BundleRegistry(client, models, adapted.bundle.metadata.backbone, state)
+    registry = BundleRegistry(Engines(client), models, adapted.bundle.metadata.backbone, state)
     memory = ServedBundle.from_bundle(adapted.plain.bundles["first"], str(adapted.plain.paths["first"]))
     with pytest.raises(UnsupportedModel, match="names no adapter"):
-        registry._names.check_adapters("n", memory, config)
+        registry._names.check_memory("n", memory)

@@ -75,11 +75,10 @@ class TestTrace:
 
     def test_of_a_stream(self, client: openai.OpenAI, server: str, world: World, served: str) -> None:
         (prompt,) = prompts(1, seed=4)
-        *_, last = ask(
-            client, served, prompt, stream=True, extra_body={"vllm_xargs": {"inducekv_trace": 1, "inducekv_top_k": 2}}
-        )
+        nearest = {"inducekv_top_k": 2} if world.bundles[served].metadata.form == "merged" else {}
+        *_, last = ask(client, served, prompt, stream=True, extra_body={"vllm_xargs": {"inducekv_trace": 1, **nearest}})
         (trace,) = trace_at(f"{server}/v1", last.id).json()["traces"]
-        assert len(trace["entries"]) == (2 if world.bundles[served].metadata.form == "merged" else 12)
+        assert len(trace["entries"]) == (2 if nearest else 12)
         assert trace["bundle"] == served
 
     def test_of_a_completion_with_two_prompts(self, client: openai.OpenAI, server: str) -> None:
@@ -137,9 +136,7 @@ class TestRefusals:
         ("model", "xargs", "message"),
         [
             ("first", {"inducekv_topk": 2}, "unknown argument 'inducekv_topk'"),
-            ("first", {"inducekv_top_k": 0}, "from 1 to 12"),
-            ("first", {"inducekv_top_k": 13}, "from 1 to 12"),
-            ("first", {"inducekv_top_k": "two"}, "found 'two'"),
+            ("first", {"inducekv_top_k": 2}, "the memory gives a request all entries of its task"),
             ("first", {"inducekv_trace": 2}, "must be 0 or 1"),
             ("first", {"inducekv": "x"}, "reserved"),
             ("base", {"inducekv": "x"}, "reserved"),

@@ -212,7 +212,7 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
         page.wait_for(f"{answers}.length === 2 && !{answers}.includes('…')")
         plain, with_memory = page.run(answers)
         assert (plain != "Ann", with_memory) == (True, "Ann")
-        assert "No gate; no entries; facts" in page.run("document.querySelector('.answer .note').innerText")
+        assert "No gate; no entries; fact towns/" in page.run("document.querySelector('.answer .note').innerText")
         page.wait_for(f"{text('decisions')}.includes('page')")
 
         for width, dark in ((1280, False), (1280, True), (400, False), (320, False)):

@@ -6,8 +6,9 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.frontend.memory_engine import MemoryRequest
-from server.names import ServedNames, unpinned
+from server.names import ServedNames
 from server.state import Served
+from server.versions import unpinned
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -15,7 +16,7 @@ DIGEST = "0123456789abcdef" * 4
 class State:
     """It has one name."""
 
-    def served(self, name: str) -> Served | None:
+    def find(self, name: str) -> Served | None:
         return Served(DIGEST, None, None) if name == "m" else None
 
 

@@ -36,8 +36,10 @@ from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import changes, names, reader
 from server.access import Access
 from server.endpoint import InduceKVEndpoint, check_server, guard_adapters
-from server.registry import BundleRegistry, Checked
-from server.residency import PoolSize
+from server.engines import Engines
+from server.pool import PoolSize
+from server.reader import Checked
+from server.registry import BundleRegistry
 from server.state import ServerState
 from tests.bundles import random_bundle
 from tests.engine.parity import World
@@ -53,7 +55,7 @@ class Registered:
         self.llm, self.world = served.llm, world
         self.models = OpenAIServingModels(served.llm, [BaseModelPath(name="base", model_path=str(world.model))])
         self.state = ServerState(folder / "state", keeps_bundles=False)
-        self.registry = BundleRegistry(served.llm, self.models, world.backbone.fingerprint, self.state)
+        self.registry = BundleRegistry(Engines(served.llm), self.models, world.backbone.fingerprint, self.state)
         self.engine = MemoryEngine(served.llm, self.registry, InduceKVConfig())
         self.render = served.render
 
@@ -68,9 +70,9 @@ class Registered:
 
     async def released(self) -> set[str]:
         """The resident bundles after all releases."""
-        await self.registry.following.follow()
-        while self.registry.background:
-            await asyncio.gather(*self.registry.background)
+        await self.registry.versions.follow()
+        while self.registry.versions.background:
+            await asyncio.gather(*self.registry.versions.background)
         return await self.resident()
 
     def digest(self, name: str) -> str:
@@ -94,7 +96,7 @@ async def registered(served: Served, world: World, tmp_path: Path) -> AsyncItera
 
 async def test_a_request_runs_on_the_version_that_its_name_has_when_its_stream_begins(registered: Registered) -> None:
     """The version is replaced, and its name removed, between the call and the first iteration."""
-    await registered.load("m", "other")
+    await registered.load("m", "sqrt")
     streams = [registered.stream("m", await registered.render(seed=34), inducekv_top_k=2) for _ in range(2)]
     await registered.load("m", "prior", replace=True)
     assert not any(each.active_requests for each in registered.registry.shown().draining)
@@ -199,11 +201,12 @@ async def test_a_version_that_has_left_the_pool_answers_as_before_once_it_is_bac
     before = await last(registered.stream("m", await registered.render(seed=72)))
     running = registered.stream("m", await registered.render(seed=73), max_tokens=50)
     await anext(running)
-    residency = registered.registry._residency
-    async with registered.registry._changes.alone():
-        assert not await residency._make_room(1)  # a request uses it
+    registry = registered.registry
+    version = registry.versions.pool.version(registered.digest("other"))
+    async with registered.registry.versions.alone():
+        assert not await registry.versions.evict(version)  # a request uses it
         await last(running)
-        assert await residency._make_room(1)
+        assert await registry.versions.evict(version)
     assert registered.digest("other") not in await registered.released()
     with pytest.raises(RetryableRequestError, match="'m' is not in the pool at this moment"):
         registered.stream("m", await registered.render(seed=72))
@@ -281,22 +284,10 @@ class TestAdapters:
         assert styled.models.lora_requests == before
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
-        ({}, "--worker-cls inducekv_vllm.worker.InduceKVWorker"),
-    ],
-)
-async def test_servers_that_cannot_manage_bundles_are_refused(parallel: dict[str, int], message: str) -> None:
+async def test_a_server_whose_workers_know_no_memory_is_refused() -> None:
     async def no_such_method(method: str) -> None:
         raise AttributeError(method)
 
-    settings = {"data_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}
-    client: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**settings)),
-        model_config=SimpleNamespace(multimodal_config=None),
-        collective_rpc=no_such_method,
-    )
-    with pytest.raises(UnsupportedModel, match=message):
+    client: Any = SimpleNamespace(collective_rpc=no_such_method)
+    with pytest.raises(UnsupportedModel, match=r"--worker-cls inducekv_vllm\.worker\.InduceKVWorker"):
         await check_server(client)

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +20,16 @@ from vllm.exceptions import RetryableRequestError, VLLMError
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.files.audit_chain import read
+from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from server import residency
+from server import bringing, versions
 from server.endpoint import bring_bundles
-from server.recency import Recency
+from server.engines import Engines
+from server.pool import PoolSize, Recency
 from server.registry import BundleRegistry
-from server.residency import PoolSize
+from server.schemas import Change
 from server.state import ServerState
-from server.turn import TURN
+from server.versions import TURN, Turn
 from tests.bundles import FINGERPRINT, random_bundle
 from tests.server.registries import RUN, Workers, begin, end, models
 
@@ -55,10 +56,10 @@ class Pool:
     async def ask(self, *names: str) -> None:
         """A request for each, one after the other."""
         for name in names:
-            with ExitStack() as turn:
+            with Turn() as turn:
                 await self.begin(name, turn)
 
-    async def begin(self, name: str, turn: ExitStack) -> None:
+    async def begin(self, name: str, turn: Turn) -> None:
         """A request that runs until the end of its turn."""
         token = TURN.set(turn)
         try:
@@ -123,27 +124,27 @@ async def test_host_memory_keeps_what_may_come_back_and_nothing_that_no_name_sta
     await pool.load("n0", "n1", "n2", "n3")
     assert pool.workers.kept == {BUNDLES["n0"].digest}
     await pool.registry.unload("n0")
-    await asyncio.gather(*pool.registry.background)
+    await asyncio.gather(*pool.registry.versions.background)
     assert pool.workers.kept == set()
     await pool.load("n4")  # n1 leaves
     await pool.registry.load("n1", str(pool.folder / "n5.safetensors"), who="admin", replace=True)
-    await asyncio.gather(*pool.registry.background)
+    await asyncio.gather(*pool.registry.versions.background)
     assert BUNDLES["n1"].digest not in pool.workers.kept
 
 
 async def test_what_no_name_stands_for_leaves_for_good_whoever_makes_it_leave(pool: Pool) -> None:
     """A cold name may need the room before the release of a version that was just unloaded has its turn."""
     await pool.load("n3", "n0", "n1", "n2")
-    async with pool.registry._changes.alone():
+    async with pool.registry.versions.alone():
         unloading = asyncio.ensure_future(pool.registry.unload("n0"))
         await asyncio.sleep(0.05)
         asking = asyncio.ensure_future(pool.ask("n3"))
         await asyncio.sleep(0.05)
     await asyncio.gather(unloading, asking)
-    await asyncio.gather(*pool.registry.background)
+    await asyncio.gather(*pool.registry.versions.background)
     assert pool.resident == {"n1", "n2", "n3"}
     assert pool.workers.kept == {BUNDLES["n3"].digest}  # it left when n2 came
-    released = [json.loads(record) for _, record in read(pool.registry._state.path)][-1]
+    released = [json.loads(record) for _, record in read(pool.registry.state.path)][-1]
     assert (released["event"], released["digest"], released["erased"]) == ("release", BUNDLES["n0"].digest, True)
 
 
@@ -167,7 +168,7 @@ async def test_host_memory_keeps_nothing_of_a_load_that_was_refused(
 async def test_what_a_request_uses_and_what_is_pinned_stays(pool: Pool) -> None:
     await pool.load("n0", pin=True)
     await pool.load("n1", "n2")
-    with ExitStack() as turn:
+    with Turn() as turn:
         await pool.begin("n1", turn)
         for name in ("n3", "n4", "n5", "n6"):
             await pool.load(name)
@@ -181,7 +182,7 @@ async def test_what_a_request_uses_and_what_is_pinned_stays(pool: Pool) -> None:
 
 async def test_a_request_waits_for_room_and_nobody_else_does(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     await pool.load("n0", "n1", "n2", "n3")
-    with ExitStack() as first, ExitStack() as others:
+    with Turn() as first, Turn() as others:
         for name in ("n1", "n2", "n3"):
             await pool.begin(name, first if name == "n1" else others)
         waiting = asyncio.ensure_future(pool.ask("n0"))
@@ -194,7 +195,7 @@ async def test_a_request_waits_for_room_and_nobody_else_does(pool: Pool, monkeyp
         await waiting
         assert pool.resident == {"n0", "n2", "n3"}
         await pool.begin("n0", others)
-        monkeypatch.setattr(residency, "WAIT_S", 0.05)
+        monkeypatch.setattr(bringing, "WAIT_S", 0.05)
         with pytest.raises(RetryableRequestError, match=r"'n1' could not be loaded in 0\.05 s"):
             await pool.ask("n1")
 
@@ -226,7 +227,7 @@ async def test_whoever_waits_for_room_throws_nothing_out_that_would_not_suffice(
     pool = Pool(files, resolver=str(files), resolver_cache=str(files / "cache"))
     write_bundle(LARGE, files / "large.safetensors")
     await pool.load("n0", "n1", "n2")
-    with ExitStack() as turn:
+    with Turn() as turn:
         await pool.begin("n0", turn)
         await pool.begin("n1", turn)
         waiting = asyncio.ensure_future(pool.ask("large"))
@@ -243,15 +244,15 @@ async def test_two_memories_of_a_request_that_never_fit_together_are_told_at_onc
         await pool.load("n0", pin=True)
         await pool.load("n1", "n2")
         for names in (("n1", "n2"), ("n2", "n1")):
-            with ExitStack() as turn:
+            with Turn() as turn:
                 token = TURN.set(turn)
                 try:
-                    with pytest.raises(CapacityError, match=f"'{names[1]}' does not fit .* the request's other memory"):
+                    with pytest.raises(CapacityError, match=r"'n1' does not fit .* the request's other memory"):
                         await asyncio.wait_for(pool.registry.bring(*names), 10)
                 finally:
                     TURN.reset(token)
-            assert pool.resident == {"n0", names[0]}
-        with ExitStack() as turn:
+            assert pool.resident == {"n0", "n2"}
+        with Turn() as turn:
             await pool.begin("n2", turn)
             alone = asyncio.ensure_future(pool.ask("n1"))  # whoever asks for one of them alone waits for its room
             await asyncio.sleep(0.05)
@@ -259,6 +260,78 @@ async def test_two_memories_of_a_request_that_never_fit_together_are_told_at_onc
         await alone
     finally:
         await end(pool.registry)
+
+
+async def test_a_large_version_gets_its_room_under_steady_load_of_small_ones(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request waits; when it has waited long, no other one begins on what is to leave for it."""
+    monkeypatch.setattr(bringing, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(bringing, "WAIT_S", 10)
+    pool, is_done = Pool(files), False
+    write_bundle(LARGE, files / "large.safetensors")
+    await pool.load("large", "n0", "n1", "n2")
+
+    async def ask_on(name: str) -> None:
+        while not is_done:
+            with Turn() as turn:
+                await pool.begin(name, turn)
+                await asyncio.sleep(0.02)
+
+    asking = [asyncio.ensure_future(ask_on(f"n{number}")) for number in range(3) for _ in range(2)]
+    try:
+        for number, task in enumerate(asking):  # some always run
+            await asyncio.sleep(0.005 * number)
+            assert not task.done()
+        await pool.ask("large")
+    finally:
+        is_done = True
+        await asyncio.gather(*asking)
+    assert not [version.phase for version in pool.registry.versions.pool if version.phase != "resident"]
+    await end(pool.registry)
+
+
+async def test_requests_that_have_what_others_wait_for_do_not_wait_for_each_other(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests of two memories each, and room for two: one after the other."""
+    monkeypatch.setattr(bringing, "WAIT_S", 5)
+    pool = Pool(files, room=2)
+    await pool.load("n0", "n1", "n2", "n3")
+    await pool.ask("n0", "n1")
+
+    async def both(*names: str) -> None:
+        with Turn() as turn:
+            token = TURN.set(turn)
+            try:
+                await pool.registry.bring(*names)
+                for name in names:
+                    turn.enter_context(pool.registry.lease(name))
+                await asyncio.sleep(0.01)
+            finally:
+                TURN.reset(token)
+
+    await asyncio.gather(both("n0", "n2"), both("n1", "n3"))
+    await end(pool.registry)
+
+
+async def test_a_request_is_answered_though_its_name_gets_a_cold_version_meanwhile(files: Path) -> None:
+    """By the one that it has asked for: it is published anew, or replaced and evicted, before the answer begins."""
+    pool = Pool(files, room=1)
+    await pool.load("n0", "n1")
+    with Turn() as turn:
+        await pool.begin("n0", turn)
+        other = await pool.registry._reader.read("n0", str(files / "n2.safetensors"), None)
+        async with pool.registry._changes.making(Change.LOAD, "n0", "resolver") as made:
+            await made.serve_cold(other, "tag")
+        token = TURN.set(turn)
+        lease = turn.enter_context(pool.registry.lease("n0"))
+        TURN.reset(token)
+        assert NAME_OF[lease.memory.digest] == "n0"
+    await asyncio.gather(*pool.registry.versions.background)
+    await pool.registry.bring("n0")
+    assert (pool.resident, pool.workers.kept) == ({"n2"}, {BUNDLES["n1"].digest})
+    await end(pool.registry)
 
 
 async def test_requests_for_one_cold_name_share_its_load(pool: Pool) -> None:
@@ -339,12 +412,12 @@ async def test_a_version_that_another_process_uses_stays(files: Path) -> None:
     second = Pool.__new__(Pool)
     second.folder, second.workers = files, first.workers
     state = ServerState(files / "temporary", keeps_bundles=False, process=1)
-    second.registry = BundleRegistry(first.workers, models(), FINGERPRINT, state, InduceKVConfig())
+    second.registry = BundleRegistry(Engines(first.workers), models(), FINGERPRINT, state, InduceKVConfig())
     await second.registry.start(RUN)
     await first.load("n0", "n1", "n2")
     await second.load("n3")  # second knows nothing of what first was asked for
     await first.load("n0") if "n0" not in first.registry else None
-    with ExitStack() as turn:
+    with Turn() as turn:
         await second.begin("n0", turn)
         await first.load("n4", "n5", "n6", "n7")
         assert "n0" in first.resident
@@ -362,8 +435,8 @@ async def test_a_pool_that_cannot_be_recorded_is_left_as_it_was(pool: Pool, monk
         raise CapacityError("state: cannot record this; nothing changed: the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool.registry._state, "warm", full)
-        patch.setattr(residency, "WAIT_S", 0.2)
+        patch.setattr(pool.registry.state, "bring", full)
+        patch.setattr(bringing, "WAIT_S", 0.2)
         with contextlib.suppress(RetryableRequestError, CapacityError):
             await pool.ask("n0")
         assert "n0" not in pool.resident
@@ -386,6 +459,14 @@ async def test_every_route_of_vllms_says_that_there_is_no_room() -> None:
         await serving._check_model(SimpleNamespace(model="m"))
     error = create_error_response(refused.value).error
     assert (error.code, error.type, error.message) == (507, "Insufficient Storage", "m does not fit")
+
+
+def test_what_takes_no_room_in_the_pool_does_not_leave_it(files: Path) -> None:
+    """Nobody would gain any by that: bundles of facts alone stay."""
+    pool, memory = versions.Pool(PoolSize()), ServedBundle.from_bundle(LARGE, str(files))
+    for digest, nbytes in (("a", 1), ("facts", 0)):
+        pool.came(digest, memory, nbytes)
+    assert [version.digest for version in pool.least_wanted()] == ["a"]
 
 
 def test_a_scan_leaves_alone_what_is_busy() -> None:

@@ -18,11 +18,11 @@ from vllm.exceptions import RetryableRequestError
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError, UnsupportedModel
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from server import names, registry, residency, resolving
+from server import bringing, names, resolving
 from server.registry import BundleRegistry
 from server.resolvers import FolderResolver, resolver_of
 from server.resolving import Resolving
-from server.turn import TURN
+from server.versions import TURN, Turn
 from tests.bundles import remade
 from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
 
@@ -105,11 +105,11 @@ async def test_what_is_published_again_is_served_by_the_next_request(found: Foun
     assert await found.ask("acme") == "a"
     put(folder, "acme", "b")
     assert await found.ask("acme") == "b"
-    await asyncio.gather(*found.registry.background)
+    await asyncio.gather(*found.registry.versions.background)
     assert set(found.workers.resident) == {DIGEST["b"]}
     (folder / "acme.safetensors").unlink()
     assert await found.ask("acme") is None
-    await asyncio.gather(*found.registry.background)
+    await asyncio.gather(*found.registry.versions.background)
     assert (found.registry.shown().data, found.workers.resident) == ([], {})
 
 
@@ -151,7 +151,7 @@ async def test_names_that_are_missing_cost_one_look_and_nothing_is_kept_of_them(
         assert set(await asyncio.gather(*(found.ask(name) for name in names))) == {None}
     assert sorted(asked) == sorted(names)
     assert len(found.resolving._missing) == 200
-    assert found.registry._state._read("SELECT count(*) FROM attempts") == [(0,)]
+    assert found.registry.state._read("SELECT count(*) FROM attempts") == [(0,)]
 
 
 async def test_a_wrong_digest_costs_what_a_name_costs_that_nobody_has(
@@ -256,11 +256,11 @@ async def test_a_name_that_finds_no_room_is_not_looked_up_again(
     found: Found, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request waits once, and nothing is fetched anew for it."""
-    monkeypatch.setattr(residency, "WAIT_S", 0.2)
+    monkeypatch.setattr(bringing, "WAIT_S", 0.2)
     found.workers.room = 1
     for name in "ab":
         put(folder, name, name)
-    with contextlib.ExitStack() as turn:
+    with Turn() as turn:
         TURN.set(turn)
         assert await found.ask("a") == "a"
         asked = found.calls(monkeypatch)
@@ -285,7 +285,7 @@ async def test_many_files_that_are_read_make_nobody_else_wait(
     asking = [asyncio.ensure_future(found.ask(name)) for name in names]
     try:
         await asyncio.sleep(0.3)
-        await asyncio.wait_for(asyncio.to_thread(found.registry._state.snapshot), 10)  # as every request does
+        await asyncio.wait_for(asyncio.to_thread(found.registry.state.snapshot), 10)  # as every request does
     finally:
         going_on.set()
     assert set(await asyncio.gather(*asking)) == {"a"}
@@ -308,7 +308,7 @@ async def test_what_an_admin_loads_during_a_look_stays(
     put(folder, "acme", "a")
     put(tmp_path, "mine", "b")
     assert await found.ask("acme") == "a"
-    async with found.registry._changes.alone():  # another change
+    async with found.registry.versions.alone():  # another change
         loading = asyncio.ensure_future(found.registry.load("acme", str(tmp_path / "mine.safetensors"), replace=True))
         await asyncio.sleep(0.05)
         if becomes == "no file":
@@ -325,14 +325,14 @@ async def test_what_an_admin_loads_during_a_look_stays(
 async def test_what_cannot_be_served_takes_nobodys_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":
         put(tmp_path / "bundles", name, name)
-    monkeypatch.setattr(registry, "MAX_NAMES", 1)
+    monkeypatch.setattr(resolving, "MAX_NAMES", 1)
     found = Found(tmp_path, str(tmp_path / "bundles"))
     assert await found.ask("a") == "a"
 
-    def refuse(name: str, memory: object, config: object) -> None:
+    def refuse(name: str, memory: object) -> None:
         raise UnsupportedModel(f"{name} needs an adapter")
 
-    monkeypatch.setattr(found.registry._names, "check_adapters", refuse)
+    monkeypatch.setattr(found.registry._names, "check_memory", refuse)
     with pytest.raises(RetryableRequestError):
         await found.ask("b")
     assert [card.name for card in found.registry.shown().data] == ["a"]
@@ -341,7 +341,7 @@ async def test_what_cannot_be_served_takes_nobodys_place(tmp_path: Path, monkeyp
 
 async def test_found_names_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that an admin has loaded stay."""
-    monkeypatch.setattr(registry, "MAX_NAMES", 2)
+    monkeypatch.setattr(resolving, "MAX_NAMES", 2)
     monkeypatch.setattr(names, "MAX_NAMES", 2)
     for name in "abc":
         put(tmp_path / "bundles", name, name)
@@ -359,7 +359,7 @@ async def test_a_restart_knows_what_was_found(tmp_path: Path) -> None:
     settings = {"uri": str(tmp_path / "bundles"), "state": str(tmp_path / "state")}
     found = Found(tmp_path, **settings)
     assert await found.ask("acme") == "a"
-    assert found.registry._state.kept(DIGEST["a"])[1] is None  # the resolver has it
+    assert found.registry.state.kept(DIGEST["a"])[1] is None  # the resolver has it
     await end(found.registry)
     again = Found(tmp_path, **settings)
     await again.registry.start(RUN)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from selector.backbone.model import Backbone
 from selector.cli.bundle import main
 from tests.engine.parity import TOLERANCE, Prompt, World, prompts
 from tests.gates import small_fits
-from tests.server.http import Bundles, alone, ask, deviation, trace_of
+from tests.server.http import Bundles, alone, ask, deviation, tokens_and_logprobs, trace_of
 from tests.server.launch import Adapted, save_adapter
 
 QUESTIONS = {
@@ -103,6 +104,25 @@ def test_each_request_runs_with_its_tasks_adapter_or_none(adapted: Adapted, fold
         assert deviation(adapted.plain, untouched, prompt, None) <= TOLERANCE
         if task != "base":
             assert deviation(adapted.plain, response, prompt, None) > 100 * TOLERANCE
+
+
+def test_a_prompt_is_answered_alike_whenever_it_is_asked(adapted: Adapted, routed: Path) -> None:
+    """When its decision is known, too, and so is each of several samples."""
+    (prompt,) = questions("a", 1, seed=70)
+    with (
+        Bundles(adapted.url).loaded("routed", routed),
+        openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        once = {"temperature": 1.0, "seed": 3, "extra_body": {**alone("routed"), "top_k": 1}}
+        first, again, both = (ask(client, "routed", prompt, n=n, **once) for n in (1, 1, 2))
+        sources = [trace_of(each)["timings"]["decision_source"] for each in (first, again, both)]
+        assert sources == ["computed", "cached", "cached"]
+        expected = tokens_and_logprobs(first)
+        for response, choice in ((again, 0), (both, 0), (both, 1)):
+            tokens, logprobs = tokens_and_logprobs(response, choice)
+            assert tokens == expected[0]
+            assert logprobs == pytest.approx(expected[1], abs=TOLERANCE)
+        assert httpx.get(f"{adapted.url}/health", timeout=60).status_code == 200
 
 
 def refusal(adapted: Adapted, path: Path) -> str:

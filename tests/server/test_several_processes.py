@@ -19,7 +19,6 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
-    ConfigError,
     InduceKVError,
     UnknownBundle,
     VersionConflict,
@@ -27,8 +26,9 @@ from inducekv_vllm.errors import (
 from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.access import Access, ChangeRefused
+from server.engines import Engines
 from server.registry import BundleRegistry
-from server.state import ServerState, Snapshot
+from server.state import ServerState, Snapshot, StateError
 from tests.bundles import FINGERPRINT
 from tests.server.registries import BUNDLES, DIGEST, NAMES, RUN, Workers, end, models
 
@@ -52,7 +52,7 @@ class Processes:
     async def _start(self, process: int) -> BundleRegistry:
         path, keeps = self.config.state or self.files / "temporary", self.config.state is not None
         state = await asyncio.to_thread(lambda: ServerState(path, keeps_bundles=keeps, process=process))
-        registry = BundleRegistry(self.workers, models(), FINGERPRINT, state, self.config)
+        registry = BundleRegistry(Engines(self.workers), models(), FINGERPRINT, state, self.config)
         await registry.start(RUN)
         return registry
 
@@ -66,7 +66,7 @@ class Processes:
         return [await self.of(process) for process in range(PROCESSES)]
 
     async def of(self, process: int, model: str = "m") -> str | None:
-        await self.all[process].following.follow()  # as the middleware does
+        await self.all[process].versions.follow()  # as the middleware does
         await self.all[process].bring(model)
         try:
             with self.all[process].lease(model) as lease:
@@ -78,8 +78,8 @@ class Processes:
         """All that is released has been released."""
         for _ in range(2):
             for registry in self.all:
-                await registry.following.follow()
-                await asyncio.gather(*registry.background)
+                await registry.versions.follow()
+                await asyncio.gather(*registry.versions.background)
 
     def resident(self) -> str:
         return "".join(name for name in NAMES if DIGEST[name] in self.workers.resident)
@@ -126,7 +126,7 @@ async def test_a_change_is_seen_by_all_when_it_is_acknowledged(processes: Proces
     await processes.load("c", asked, "n")
     assert await processes.all[asked].unload("n", who="admin") == DIGEST["c"]
     for each in processes.all:
-        await each.following.follow()
+        await each.versions.follow()
         assert (await each.detail("m", is_admin=True)).bundle.path == str(processes.files / "a.safetensors")  # type: ignore[union-attr]
         assert ("m" in each, "n" in each) == (True, False)
     await processes.settled()
@@ -163,7 +163,7 @@ async def test_no_request_sees_an_older_version_than_one_that_has_ended_before_i
     """Requests that run side by side may see either; HTTP requests wait for `follow` first."""
     answers: list[tuple[int, int, int]] = []  # when a request began and ended, and its version, counted
     moments, is_done = itertools.count(), False
-    slow = processes.all[PROCESSES - 1]._state
+    slow = processes.all[PROCESSES - 1].state
     snapshot = slow.snapshot
 
     def late(names: Iterable[str]) -> Snapshot:
@@ -226,13 +226,13 @@ async def test_a_version_stays_until_the_last_request_of_any_process_has_ended(p
         await processes.load("c", 1)
     await processes.settled()
     assert processes.resident() == "c"
-    assert [len(each._names.versions) for each in processes.all] == [1, 1, 1]
+    assert [len(each.versions.pool.resident) for each in processes.all] == [1, 1, 1]
 
 
 async def test_a_change_of_a_process_that_is_killed_holds_nobody_up(processes: Processes) -> None:
     """Its lock ends with it, and what it has not recorded has not happened."""
     killed = processes.all[2]
-    assert killed._state.begin_change()
+    assert killed.state.begin_change()
     load = asyncio.ensure_future(processes.load("b", 0))
     await asyncio.sleep(0.1)
     assert not load.done()
@@ -308,23 +308,23 @@ async def test_a_process_that_cannot_read_the_state_serves_no_bundle(
     """And the base model: `see_changes` is called before every request."""
     behind = processes.all[1]
     with monkeypatch.context() as patch:
-        patch.setattr(behind._state, "snapshot", _unreadable)
+        patch.setattr(behind.state, "snapshot", _unreadable)
         await processes.load("b", 0)
-        await behind.following.see_changes()
-        with pytest.raises(RetryableRequestError, match="state: cannot be read"):
-            behind.lease("m")
-    await behind.following.see_changes()
+        await behind.versions.see_changes()
+        with pytest.raises(RetryableRequestError, match="the state file cannot be read"):
+            behind.lease("m").__enter__()
+    await behind.versions.see_changes()
     assert await processes.served() == ["b", "b", "b"]
 
 
 def _unreadable(_: Any) -> None:
-    raise ConfigError("state: cannot be read: disk I/O error")
+    raise StateError("the state file cannot be read: disk I/O error")
 
 
 async def test_what_cannot_be_recorded_has_not_happened(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = processes.all[1]
     with monkeypatch.context() as patch:
-        patch.setattr(registry._state, "point", _failing)
+        patch.setattr(registry.state, "point", _failing)
         with pytest.raises(InduceKVError, match="no room for the record"):
             await processes.load("b", 1)
     await processes.settled()

@@ -14,7 +14,7 @@ import pytest
 from inducekv_vllm.bundle import Bundle, FactRecord, with_metadata, write_bundle
 from inducekv_vllm.errors import CapacityError, ConfigError
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from server.state import Served, ServerState, Snapshot, VersionRecord, check_state_file
+from server.state import Pointed, Served, ServerState, Snapshot, VersionRecord, check_state_file
 from tests.bundles import random_bundle
 
 BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
@@ -27,7 +27,8 @@ def content_of(bundle: Bundle) -> bytes:
 def point(state: ServerState, name: str, bundle: Bundle, keep: int = 3, nbytes: int = 1) -> None:
     record = VersionRecord(name, bundle.digest, None, datetime.now(UTC), "admin", "/somewhere/b.safetensors")
     content = content_of(bundle) if state.keeps_bundles else None
-    state.point(record, ServedBundle(bundle.metadata, "/somewhere/b.safetensors", 1), nbytes, content, keep, "load")
+    memory = ServedBundle(bundle.metadata, "/somewhere/b.safetensors", 1)
+    state.point(Pointed(record, memory, "load", nbytes, content, keep))
 
 
 def digests(state: ServerState, name: str) -> list[int]:
@@ -51,7 +52,7 @@ def test_the_last_versions_are_kept_and_the_served_one_is_first(tmp_path: Path) 
     assert digests(state, "m") == [2, 4, 3]
     assert state.page("", 9) == [("m", BUNDLES[2].digest)]
     point(state, "n", BUNDLES[0])
-    assert state.drop("m", "admin") == BUNDLES[2].digest
+    assert state.unload("m", "admin") == BUNDLES[2].digest
     assert (state.page("", 9), state.records("m")) == ([("n", BUNDLES[0].digest)], ())
 
 
@@ -68,7 +69,7 @@ def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
     assert other.hold(secret)
     assert state.forget("m", [secret], "admin") == [secret]  # its last request runs
     assert not state.release(secret)
-    other.let_go(secret)
+    other.end_hold(secret)
     assert state.release(secret)
     assert not state.release(secret)
     assert contents(path) == {BUNDLES[1].digest}
@@ -88,7 +89,7 @@ def test_a_server_that_starts_has_the_names_of_its_predecessor_and_nothing_resid
     again = ServerState(tmp_path / "state", keeps_bundles=True)
     again.begin({})
     assert again.snapshot(["m", "n"]) == Snapshot({}, {"m": BUNDLES[1].digest})
-    assert again.served("m") == Served(BUNDLES[1].digest, None, None)
+    assert again.find("m") == Served(BUNDLES[1].digest, None, None)
     assert not again.has_begun("one")
     assert not again.attempt_of("n").loading
     assert digests(again, "m") == [1, 0]
@@ -102,7 +103,7 @@ def test_a_server_that_starts_has_the_names_of_its_predecessor_and_nothing_resid
         (lambda path: write_bundle(BUNDLES[0], path), "file is not a database"),
         (lambda path: path.write_text("notes"), "file is not a database"),
         (lambda path: other(path, 0), "this is the database of another application"),
-        (lambda path: other(path, 0x494B5653), "a state file of version 1 is expected, found version 7"),
+        (lambda path: other(path, 0x494B5653), "a state file of version 2 is expected, found version 7"),
     ],
 )
 def test_what_is_no_state_file_is_refused_and_left_as_it_is(tmp_path: Path, make: object, problem: str) -> None:
@@ -164,11 +165,13 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     point(state, "m", BUNDLES[0])
     state._durable.execute("PRAGMA max_page_count = 24")
     large = BUNDLES[1]
-    with pytest.raises(CapacityError, match=r"state: cannot record this; nothing changed: .*full"):
+    with pytest.raises(CapacityError, match=r"the state file cannot record this; nothing changed: .*full"):
         state.point(
-            VersionRecord("m", large.digest, None, datetime.now(UTC), "admin", "/b"),
-            ServedBundle(large.metadata, "/b", 1),
-            *(1, bytes(10**6), 3, "load"),
+            Pointed(
+                VersionRecord("m", large.digest, None, datetime.now(UTC), "admin", "/b"),
+                ServedBundle(large.metadata, "/b", 1),
+                *("load", 1, bytes(10**6), 3),
+            )
         )
     assert digests(state, "m") == [0]
     assert list(state.snapshot().resident) == [BUNDLES[0].digest]
@@ -180,7 +183,7 @@ def test_a_place_that_cannot_be_written_is_refused() -> None:
 
 
 def test_when_facts_have_answered(tmp_path: Path) -> None:
-    """Kept over a restart; nothing is left of facts and names that are gone, and files without it get it."""
+    """Kept over a restart; nothing is left of facts and names that are gone."""
     state = ServerState(tmp_path / "state", keeps_bundles=True)
     for name in ("m", "n"):
         point(state, name, BUNDLES[0])
@@ -189,15 +192,11 @@ def test_when_facts_have_answered(tmp_path: Path) -> None:
     assert (state.uses("m"), state.uses("n"), state.uses("gone")) == ({"a": 3.0, "b": 4.0}, {"a": 1.0}, {})
     left = tuple(FactRecord(id=id, task="t", source_digest="0", question=id, answer="yes") for id in "bc")
     point(state, "m", with_metadata(BUNDLES[0], facts=left))
-    state.drop("n", "admin")
+    state.unload("n", "admin")
     state.close()
     again = ServerState(tmp_path / "state", keeps_bundles=True)
     again.begin({})
     assert (again.uses("m"), again.uses("n")) == ({"b": 4.0}, {})
-    again.close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "state", isolation_level=None)) as found:
-        found.execute("DROP TABLE uses")
-    assert ServerState(tmp_path / "state", keeps_bundles=True).uses("m") == {}
 
 
 def test_a_trace_is_found_by_its_owner_alone_and_never_overwritten(tmp_path: Path) -> None:
@@ -232,22 +231,18 @@ def test_a_version_that_a_process_uses_does_not_leave_the_pool(tmp_path: Path) -
     used, unused = (bundle.digest for bundle in BUNDLES[:2])
     assert second.hold(used)
     assert (first.evict(used), first.evict(unused)) == (False, True)
-    assert first.evictable() == {used}
     assert not second.hold(unused)
     with second._unused(unused):
         assert not first.hold(unused)
-    first.warm(unused, 1)
+    first.bring(unused, 1)
     assert first.hold(unused)
+    assert second.begin_leaving(unused)  # it waits for the requests that run
+    assert (first.is_leaving(unused), second.is_leaving(unused), first.begin_leaving(unused)) == (True, False, False)
+    first.end_hold(unused)
+    assert not first.hold(unused)
     second.close()  # as a kill does
+    assert first.hold(unused)
     assert first.evict(used)
-
-
-def test_what_takes_no_room_in_the_pool_does_not_leave_it(tmp_path: Path) -> None:
-    """Nobody would gain any by that: bundles of facts alone stay."""
-    state = ServerState(tmp_path / "state", keeps_bundles=False)
-    point(state, "m", BUNDLES[0])
-    point(state, "facts", BUNDLES[1], nbytes=0)
-    assert state.evictable() == {BUNDLES[0].digest}
 
 
 def test_what_is_of_the_running_server_alone_does_not_wait_for_the_disk(tmp_path: Path) -> None:

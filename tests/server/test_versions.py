@@ -168,7 +168,7 @@ async def test_a_restart_goes_without_a_version_that_cannot_be_read(
     await second.load("m", files["b"], replace=True, who="admin")
     await second.bring("m")
     assert served(second) == "ba"
-    assert second._state.kept(DIGEST["b"])[1] == whole
+    assert second.state.kept(DIGEST["b"])[1] == whole
 
 
 async def test_a_list_leaves_out_what_goes_while_it_is_made(
@@ -176,12 +176,12 @@ async def test_a_list_leaves_out_what_goes_while_it_is_made(
 ) -> None:
     for name in "mn":
         await registry.load(name, files["a"])
-    page = registry._state.page
+    page = registry.state.page
 
     def and_one_goes(after: str, limit: int) -> list[tuple[str, str]]:
         found = page(after, limit)
-        registry._state.drop("m", "admin")
+        registry.state.unload("m", "admin")
         return found
 
-    monkeypatch.setattr(registry._state, "page", and_one_goes)
+    monkeypatch.setattr(registry.state, "page", and_one_goes)
     assert [card.name for card in registry.shown().data] == ["n"]

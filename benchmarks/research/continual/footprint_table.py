@@ -23,8 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from benchmarks.research.continual.geometry import TextGeometry, plan, read_config, text_geometry
 from benchmarks.research.continual.suites import load_suite
-from inducekv_vllm.backbone.footprint import FLOAT16_BYTES, TextGeometry, plan, read_config, text_geometry
+from inducekv_vllm.backbone.footprint import FLOAT16_BYTES
 from inducekv_vllm.errors import ConfigError
 from selector.data.examples import Example
 

@@ -1,11 +1,11 @@
 """Facts that are taught, not trained: which questions are answered from them, which are not, and how fast.
 
-public.py       other people's questions: what is answered, and what must not be
-pictures.py     half of the things are stored with a picture, all are asked about in pictures
-engine.py       the engine that it asks
-seeds_table.py  how it prints what it finds
-size.py         time and memory beside many facts
-teaching.py     over HTTP, beside running streams: from the call to the first right answer
-
-common_words.py and related_words.py make the files of `inducekv_vllm/facts/languages` that were counted or derived.
+public.py        other people's questions: what is answered, and what must not be
+pictures.py      half of the things are stored with a picture, all are asked about in pictures
+engine.py        the engine that it asks
+seeds_table.py   how it prints what it finds
+size.py          time and memory beside many facts
+teaching.py      over HTTP, beside running streams: from the call to the first right answer
+common_words.py  makes the file of `inducekv_vllm/facts/languages` that says how common words are
+related_words.py makes the one that says which English words ask the same
 """

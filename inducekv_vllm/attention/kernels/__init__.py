@@ -4,8 +4,7 @@
     tiles.py    which rows share a tile, and which part of a memory a program reads; plain numpy
     geometry.py the launch of a step, and that of a CUDA graph
     device.py   the kernel
-    launch.py   `add_memory`: checks and launches
-    twin.py     `add_memory` in plain torch
+    launch.py   `add_memory`: checks and launches; `benchmarks/kernels/twin.py` has it in plain torch
 
 Shapes: R rows (query tokens) of a step, H query heads, J KV heads, G = H / J, D head size, V size of a head's values, P
 tokens of the pool, Q map rows of the pool, N memory slots, K entries of the largest memory, M of them with maps, L

@@ -1,4 +1,4 @@
-"""The kernel. `launch.py` calls it, `twin.py` has the same in plain torch, and the package has the formulas.
+"""The kernel. `launch.py` calls it, `benchmarks/kernels/twin.py` is it in plain torch, the package has the formulas.
 
 Lane i of a tile is head i % LANES of its KV head, in row i // LANES. Logits are kept in units of log2, for exp2.
 Constants: G, V and J as in the package; Z = D - V numbers of a key stand behind the first V; VP and ZP are V and Z
@@ -20,7 +20,7 @@ CHANGING = ["lse_row", "lse_head"]
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=["value_gate", "bias"])
 def memory_tiles(
     query,  # [R, H, D]
-    output,  # [R, H, V], of self-attention; changed in place. With BESIDE what is read, float32
+    output,  # [R, H, V], of self-attention; changed in place
     self_lse,  # [R, H] float32; None without LSE
     keys,  # [J, P, D]
     values,  # [J, P, V]
@@ -83,13 +83,10 @@ def memory_tiles(
     MAPS: tl.constexpr,
     LSE: tl.constexpr,
     SPLIT: tl.constexpr,
-    BESIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Read a tile's memory, or the tokens of one work item of it; the tile's last program finishes its rows.
-
-    With BESIDE it runs beside self-attention, whose output `add_read` adds it to: decoupled memory without maps.
 
     Grid: (any number; J). Programs share out the tiles, or the items if SPLIT.
     """
@@ -210,10 +207,7 @@ def memory_tiles(
 
         if whole != 0:
             places = (output + row.to(tl.int64) * output_row + head * output_head)[:, None] + column[None, :]
-            if BESIDE:  # noqa: SIM108 - a constant of the compiler
-                own = tl.zeros([BM, VP], tl.float32)
-            else:
-                own = tl.load(places, mask=inside, other=0.0)
+            own = tl.load(places, mask=inside, other=0.0)
             remainder = slot_remainder + slot_bias
             largest = largest + slot_bias
             # The logit of what is not memory: self-attention's log-sum-exp, or that of decoupled memory's null token.
@@ -231,7 +225,7 @@ def memory_tiles(
             result = read * (slot_value_gate * memory_weight / sum_of_all)[:, None]
             if LSE:
                 result += tl.where(keeps_all == 0, other_weight / sum_of_all, 1.0)[:, None] * own.to(tl.float32)
-            elif not BESIDE:
+            else:
                 result += own.to(tl.float32)
             if MAPS:
                 map_rows = tl.load(map_length + column_of_slot)
@@ -261,37 +255,6 @@ def memory_tiles(
             # Where it is not finite, memory counts as zero: the next layers would spread it.
             finite = tl.abs(stored.to(tl.float32)) < float("inf")
             tl.store(places, tl.where(finite, stored, own), mask=inside)
-
-
-@triton.jit
-def add_read(
-    read,  # [R, H, V] float32, of a launch with BESIDE
-    output,  # [R, H, V], of self-attention; changed in place
-    tile_rows,  # [tiles, height]; -1: no row
-    read_row,  # strides, here and below
-    read_head,
-    output_row,
-    output_head,
-    height,
-    G: tl.constexpr,
-    LANES: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    BM: tl.constexpr,
-):
-    """Add what was read beside self-attention to the rows of the tiles. Grid: (tiles; J)."""
-    lane = tl.arange(0, BM)
-    place = lane // LANES
-    row = tl.load(tile_rows + tl.program_id(0) * height + place, mask=place < height, other=-1).to(tl.int64)
-    head = tl.program_id(1) * G + lane % LANES
-    column = tl.arange(0, VP)
-    inside = ((row >= 0) & (lane % LANES < G))[:, None] & (column < V)[None, :]
-    added = tl.load((read + row * read_row + head * read_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    places = (output + row * output_row + head * output_head)[:, None] + column[None, :]
-    own = tl.load(places, mask=inside, other=0.0)
-    stored = (own.to(tl.float32) + added).to(own.dtype)
-    finite = tl.abs(stored.to(tl.float32)) < float("inf")
-    tl.store(places, tl.where(finite, stored, own), mask=inside)
 
 
 @triton.jit

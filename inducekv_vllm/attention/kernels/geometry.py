@@ -68,13 +68,8 @@ class KernelGeometry:
         """Whether memories may have any."""
         return self.value_size == self.head_size
 
-    def variants(self, lse: bool, is_beside: bool = False) -> list[LaunchShape]:
-        """A launch of each kind that steps and graphs can need.
-
-        Args:
-            lse: memory may be merged.
-            is_beside: graphs may read memory beside self-attention.
-        """
+    def variants(self, lse: bool) -> list[LaunchShape]:
+        """A launch of each kind that steps and graphs can need; `lse` if memory may be merged."""
         found: dict[tuple[int, ...], LaunchShape] = {}
         lanes = [1 << power for power in range(MOST_LANES.bit_length())]
         for of_tile, longest, maps, merged in product(
@@ -86,9 +81,7 @@ class KernelGeometry:
             shape = self.shape(
                 rows=tiles * rows, slots=tiles, largest_slot=rows, longest=longest, maps=maps, lse=merged
             )
-            for beside in {False, is_beside and not (maps or merged)}:
-                variant = replace(shape, beside=beside)
-                found.setdefault(variant.kind, variant)
+            found.setdefault(shape.kind, shape)
         return list(found.values())
 
     def shape(self, *, rows: int, slots: int, largest_slot: int, longest: int, maps: bool, lse: bool) -> LaunchShape:

@@ -44,7 +44,7 @@ def add_memory(
         pool, tables: as `check` has accepted them.
         step: a plan for `shape`.
         query: [R, H, D], rotated.
-        output: [R, H, V], of self-attention. If `shape.beside`, float32: what is read goes there, for `add_read`.
+        output: [R, H, V], of self-attention.
         self_lse: [R, H] float32, the natural log-sum-exp of self-attention, with any strides; needed if `shape.lse`.
         scale: the softmax scale.
 
@@ -68,33 +68,6 @@ def add_memory(
 def _traits(tensor: Tensor) -> tuple[Any, ...]:
     """What the kernel is compiled for; the strides of log-sum-exps are not part of it."""
     return tensor.dtype, tensor.data_ptr() % 16, tensor.stride()[:2] if tensor.dim() == 3 else None
-
-
-def add_read(step: StepTensors, read: Tensor, output: Tensor, shape: LaunchShape) -> None:
-    """Add what `add_memory` has read beside self-attention to its output, in place.
-
-    Args:
-        step: the plan of that launch.
-        read: [R, H, V] float32.
-        output: [R, H, V], of self-attention.
-        shape: of that launch.
-    """
-    (_, H, V), J = read.shape, step.arrivals.shape[1]
-    device.add_read[shape.tiles, J](
-        read=read,
-        output=output,
-        tile_rows=step.tile_rows,
-        read_row=read.stride(0),
-        read_head=read.stride(1),
-        output_row=output.stride(0),
-        output_head=output.stride(1),
-        height=shape.height,
-        G=H // J,
-        LANES=lanes_per_row(H // J, maps=False),
-        V=V,
-        VP=triton.next_power_of_2(V),
-        BM=shape.block_rows,
-    )
 
 
 def compile_all(launches: Sequence[dict[str, Any]]) -> None:
@@ -180,7 +153,6 @@ def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape
         "MAPS": shape.maps,
         "LSE": shape.lse,
         "SPLIT": shape.split,
-        "BESIDE": shape.beside,
         "num_warps": shape.warps,
         "num_stages": shape.stages,
     }
@@ -248,18 +220,16 @@ def _check_call(pool: LayerPool, query: Tensor, output: Tensor, self_lse: Tensor
             f"the kernels are {'interpreted' if INTERPRETED else 'compiled'}, and the query is on {query.device}: "
             "TRITON_INTERPRET=1 must be set before triton is first imported, and only where there is no GPU"
         )
-    of_output, dtype = (*query.shape[:-1], pool.values.shape[-1]), torch.float32 if shape.beside else pool.keys.dtype
-    if query.dtype != pool.keys.dtype or output.dtype != dtype or output.shape != of_output:
+    of_output, dtype = (*query.shape[:-1], pool.values.shape[-1]), pool.keys.dtype
+    if query.dtype != dtype or output.dtype != dtype or output.shape != of_output:
         raise ValueError(
-            f"the query must be {pool.keys.dtype} and the output {dtype} {list(of_output)}, "
+            f"query and output must be {dtype}, and the output {list(of_output)}, "
             f"found {query.dtype} {list(query.shape)} and {output.dtype} {list(output.shape)}"
         )
     if query.stride(-1) != 1 or output.stride(-1) != 1:
         raise ValueError("the last dimension of query and output must be contiguous")
     if shape.lse and (self_lse is None or self_lse.shape != query.shape[:2] or self_lse.dtype != torch.float32):
         raise ValueError(f"merged memory needs the log-sum-exp of self-attention, float32 {list(query.shape[:2])}")
-    if shape.beside and (shape.maps or shape.lse):
-        raise ValueError("a launch beside self-attention cannot have maps or merged memory: both need its output")
     if shape.maps and pool.map_in is None:
         raise ValueError("the launch is for maps, and the pool has none")
 

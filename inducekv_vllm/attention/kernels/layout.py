@@ -177,11 +177,6 @@ class StepTensors:
         """In the order of `StepPlan.arrays`."""
         return self.tile_rows, self.tile_slot, self.work, self.tile_work, self.count
 
-    def copy_plan(self, plan: StepPlan) -> None:
-        """Overwrite the plan in place by one for the same `LaunchShape`, as between graph replays."""
-        for own, new in zip(self.plan, plan.arrays(), strict=True):
-            own.copy_(torch.from_numpy(new))
-
 
 def plan_numbers(shape: LaunchShape) -> int:
     """The size of a buffer for a plan."""

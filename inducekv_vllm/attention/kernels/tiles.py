@@ -49,7 +49,6 @@ class LaunchShape:
     warps: int
     stages: int  # of the software pipeline
     least_item: int = LEAST_ITEM  # tokens
-    beside: bool = False  # it runs beside self-attention: without maps and merged memory
 
     @property
     def split(self) -> bool:
@@ -65,7 +64,7 @@ class LaunchShape:
         """What the kernels are compiled for: launches of one kind differ in the numbers of rows, tiles and items."""
         return (
             *(self.height, self.block_rows, self.block_tokens, self.warps, self.stages),
-            *(self.maps, self.lse, self.split, self.beside),
+            *(self.maps, self.lse, self.split),
         )
 
 

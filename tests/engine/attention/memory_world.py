@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import twin
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import GraphKind
 from inducekv_vllm.attention.kernel_tables import KernelTables
-from inducekv_vllm.attention.kernels import twin
 from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.merged.cpu import prefill_memory_attention
 from inducekv_vllm.attention.merged.merge import merge_memory
@@ -63,7 +63,7 @@ class World:
 
         arguments = {"processors": Processors(count=2), "most_graph_rows": MOST} | changes
         model: Any = SimpleNamespace(use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
-        kernels = SimpleNamespace(add_memory=record, add_read=twin.add_read)
+        kernels = SimpleNamespace(add_memory=record)
         self.attention = KernelMemoryAttention(
             self.pool, self.tables, device, model, choose_graphs=self.chosen.append, kernels=kernels, **arguments
         )
@@ -77,7 +77,6 @@ class World:
         """What the second layer makes of the output of self-attention."""
         output = own.clone()
         assert self.attention.needs_lse(len(query)) <= (lse is not None)
-        self.attention.read_beside(1, query, SCALE)
         self.attention.add(1, query, output, lse if self.attention.needs_lse(len(query)) else None, SCALE)
         return output
 

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton import OutOfResources
 
+from benchmarks.kernels import twin
 from inducekv_vllm.attention import kernel_memory
 from inducekv_vllm.attention.attach import attach
 from inducekv_vllm.attention.decoupled import ActiveRows, DecoupledStep, active_rows
 from inducekv_vllm.attention.kernel_memory import KernelMemoryAttention
 from inducekv_vllm.attention.kernel_step import GraphKind, rows_with_memory
 from inducekv_vllm.attention.kernel_tables import KernelTables
-from inducekv_vllm.attention.kernels import launch, twin
+from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.latent import LatentLayer, attach_latent
 from inducekv_vllm.attention.pool import PoolShape
@@ -105,7 +106,6 @@ def test_without_memory_or_in_a_graph_a_step_launches_nothing_itself(graph_rows:
 
 
 @pytest.mark.parametrize("kernels", [twin, launch])
-@pytest.mark.parametrize("is_beside", [True, False])
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
@@ -114,10 +114,8 @@ def test_without_memory_or_in_a_graph_a_step_launches_nothing_itself(graph_rows:
         (GraphKind.EVERY, [(0, 0, 5, 1), (None, 0, 9, 1), (3, 0, 9, 1), (1, 0, 9, 1)]),
     ],
 )
-def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(
-    kind: GraphKind, step: Step, is_beside: bool, kernels: Any
-) -> None:
-    world = World(kernels.add_memory, map_rank=0 if kind == GraphKind.DECOUPLED else 2, is_beside=is_beside)
+def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(kind: GraphKind, step: Step, kernels: Any) -> None:
+    world = World(kernels.add_memory, map_rank=0 if kind == GraphKind.DECOUPLED else 2)
     world.attention.attach(full_attention(), {}, [])
     assert world.attention.graph_kinds == (GraphKind.NONE, GraphKind.DECOUPLED, GraphKind.EVERY)
     world.begin(step, graph_rows=MOST)
@@ -130,10 +128,7 @@ def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(
     assert len(world.calls) == (kind != GraphKind.NONE)
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
     for *_, shape in world.calls:
-        assert (shape.beside, shape.maps, shape.lse) == (
-            *(is_beside and kind == GraphKind.DECOUPLED,),
-            *(kind == GraphKind.EVERY,) * 2,
-        )
+        assert (shape.maps, shape.lse) == (kind == GraphKind.EVERY,) * 2
 
 
 @pytest.mark.parametrize("add_memory", [twin.add_memory, launch.add_memory])

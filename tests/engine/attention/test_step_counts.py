@@ -1,4 +1,4 @@
-"""What memory adds to a step: copies to the GPU, launches, branches of its graph, and waits. docs/gpu.md has the table.
+"""What memory adds to a step: copies to the GPU, launches, and waits. docs/gpu.md has the table.
 
 The runner, the device and the kernels are stand-ins; who copies, launches and waits is the worker's own code.
 """
@@ -28,24 +28,21 @@ ROWS = 4  # of a step, and of the stand-ins' smaller graph
 STEPS: dict[str, list[tuple[int, int]]] = {
     "no memory": [],
     "decoupled memory": [(1, 0), (2, 0)],
-    "decoupled memory, beside self-attention": [(1, 0), (2, 0)],
     "merged memory": [(0, 0)],
     "two memories in a request": [(1, 0), (2, 1)],
 }
-# Copies, launches a layer, branches a layer; with whole graphs, copies of a step that is like the one before, too.
+# Copies and launches a layer; with whole graphs, copies of a step that is like the one before, too.
 BY_ITSELF = {
-    "no memory": (0, 0, 0),
-    "decoupled memory": (1, 1, 0),
-    "decoupled memory, beside self-attention": (1, 1, 0),
-    "merged memory": (1, 1, 0),
-    "two memories in a request": (2, 2, 0),
+    "no memory": (0, 0),
+    "decoupled memory": (1, 1),
+    "merged memory": (1, 1),
+    "two memories in a request": (2, 2),
 }
 IN_GRAPHS = {
-    "no memory": (0, 0, 0, 0),
-    "decoupled memory": (1, 0, 1, 0),
-    "decoupled memory, beside self-attention": (1, 0, 2, 1),
-    "merged memory": (1, 0, 1, 0),
-    "two memories in a request": (2, 0, 2, 0),
+    "no memory": (0, 0, 0),
+    "decoupled memory": (1, 0, 1),
+    "merged memory": (1, 0, 1),
+    "two memories in a request": (2, 0, 2),
 }
 
 
@@ -72,23 +69,14 @@ class Counted(CpuDevice):
         self.found["waits"] += 1
         return nullcontext()
 
-    def forked(self) -> AbstractContextManager[object]:
-        self.found["forks"] += 1
-        return nullcontext()
-
-    def join(self) -> None:
-        self.found["joins"] += 1
-
 
 class Step:
     """A worker's steps of one kind: L layers, each with self-attention that these calls are around."""
 
     def __init__(self, name: str, runner: Any) -> None:
         self.device, self.runner, self.memories = Counted(), runner, STEPS[name]
-        counting, is_beside = self._launched, "beside" in name
-        self.world = World(counting, map_rank=0, device=self.device, is_beside=is_beside, most_memories=2)
+        self.world = World(self._launched, map_rank=0, device=self.device, most_memories=2)
         self.attention = self.world.attention
-        self.attention._kernels.add_read = counting
         self.attention.attach(full_attention(), {}, [])
         if runner is not None:
             sets = GraphSets(runner, isinstance(runner, RunnerV2), self.attention.graph_kinds, self._capture)
@@ -110,7 +98,6 @@ class Step:
             self.attention.capture_for(replayed)
         for layer in range(SHAPE.num_layers):
             query, output, lse = tensors(ROWS)
-            self.attention.read_beside(layer, query, SCALE)
             self.attention.add(layer, query, output, lse if self.attention.needs_lse(ROWS) else None, SCALE)
         self.attention.end_step()
         return Counter(self.device.found)
@@ -142,16 +129,15 @@ def test_a_step_in_whole_graphs(name: str, runner: Any) -> None:
     assert first == again
 
 
-def per_layer(found: Counter[str]) -> tuple[int, int, int]:
-    """Copies, launches a layer and branches a layer; nothing waits, and each branch is joined."""
+def per_layer(found: Counter[str]) -> tuple[int, int]:
+    """Copies, and launches a layer; nothing waits."""
     assert found["waits"] == 0
-    assert found["forks"] == found["joins"]
-    assert found["launches"] % SHAPE.num_layers == found["forks"] % SHAPE.num_layers == 0
-    return found["copies"], found["launches"] // SHAPE.num_layers, found["forks"] // SHAPE.num_layers
+    assert found["launches"] % SHAPE.num_layers == 0
+    return found["copies"], found["launches"] // SHAPE.num_layers
 
 
 def test_the_page_has_these_counts() -> None:
     page = DOCS.read_text()
-    for name, (copies, launches, _) in BY_ITSELF.items():
+    for name, (copies, launches) in BY_ITSELF.items():
         row = f"| {name} | {copies} | {launches} | " + " | ".join(map(str, IN_GRAPHS[name])) + " |"
         assert row in page, row

@@ -54,10 +54,8 @@ runpy.run_module("benchmarks.kernels.run", run_name="__main__")
     assert [row["rows_with_memory"] > 0 for row in result["replay"]] == [False, True, True]
     for case in rivals.small_cases():
         found = {row["rival"]: row for row in result["rivals"] if row["case"] == case.name}
-        merged = "merged" in case.name
-        assert list(found) == [name for name in rivals.RIVALS if name != rivals.BESIDE or not merged]
-        beside = set() if merged else {rivals.BESIDE}
-        assert {name for name, row in found.items() if "deviation" in row} == {"concatenated", "copied"} | beside
+        assert list(found) == list(rivals.RIVALS)
+        assert {name for name, row in found.items() if "deviation" in row} == {"concatenated", "copied"}
     assert "peaks" not in result  # nothing is timed
 
 

@@ -149,7 +149,6 @@ def test_a_gate_comes_back(near: tuple[float, ...] | None) -> None:
     found = random_gated_bundle(gate=gate).gate
     assert found is not None
     assert (found.layers, found.marks, found.tasks, found.near) == (gate.layers, gate.marks, gate.tasks, near)
-    assert found.token_digest == gate.token_digest
 
 
 def test_created_tensors_are_copies() -> None:
@@ -203,8 +202,6 @@ def test_every_part_of_a_gate_changes_the_digest() -> None:
         None,
     ]
     assert len({random_gated_bundle(gate=gate).digest for gate in gates}) == len(gates) == 13
-    # What turns a prompt into evidence is the same behind other weights, thresholds and tasks.
-    assert len({gate.token_digest for gate in gates if gate is not None}) == 8
 
 
 # ---- damage ------------------------------------------------------------------------------------------------------

@@ -226,7 +226,6 @@ def test_a_file_keeps_them(tmp_path: Path) -> None:
     assert read.classified == K
     for name, tensor in gate.stored().tensors().items():
         assert torch.equal(read.tensors()[name], tensor), name
-    assert read.token_digest == gate.stored().token_digest != classified_gate(seed=1).stored().token_digest
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
-from inducekv_vllm.backbone.footprint import text_geometry
 from inducekv_vllm.backbone.memory_layers import memory_layers
 from inducekv_vllm.bundle import BackboneFingerprint
 from inducekv_vllm.errors import UnsupportedModel
@@ -51,7 +50,6 @@ def test_what_is_known_of_a_hybrid(hybrid: Path) -> None:
     backbone = Backbone.load(hybrid)
     assert (backbone.num_layers, backbone.has_states, backbone.full_layers) == (2, True, (0, 1))
     assert [module.layer_idx for module in backbone.attention_layers()] == list(WITH_ATTENTION)
-    assert text_geometry(json.loads((hybrid / "config.json").read_text())).num_layers == 2
 
 
 def test_a_hybrid_and_a_dense_model_of_its_shape_are_told_apart(hybrid: Path) -> None:

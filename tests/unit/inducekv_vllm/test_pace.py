@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from inducekv_vllm import pace
 from inducekv_vllm.bundle import read_bundle, write_bundle
 from inducekv_vllm.facts import QuestionIndex
-from inducekv_vllm.pace import beside_requests, leave_cores_of_steps, rest
+from inducekv_vllm.pace import beside_requests, rest
 from tests.bundles import random_bundle
 
 
@@ -67,16 +65,3 @@ def test_each_question_of_a_bundle_is_read_in_a_piece_of_its_own(rests: list[flo
     with beside_requests(lambda: True):
         QuestionIndex([f"What is code {number} of the tower?" for number in range(20)])
     assert len(rests) == 20
-
-
-def test_background_work_leaves_the_cores_that_steps_are_bound_to() -> None:
-    before, mine = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
-
-    def moved() -> set[int]:
-        os.sched_setaffinity(0, {min(mine)})  # as vLLM binds a worker's threads
-        leave_cores_of_steps()
-        return os.sched_getaffinity(0)
-
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(moved).result() == mine
-    assert os.sched_getaffinity(0) == before  # of the thread alone

@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(self) -> None:
         device = device_of(torch.device(DEVICE))
-        self.buffers = GraphBuffers(geometry(4096), LARGE, lse=True, is_beside=True, device=device)
+        self.buffers = GraphBuffers(geometry(4096), LARGE, lse=True, device=device)
         self.graphs = {rows: self.buffers.launch(rows, GraphKind.EVERY) for rows in (SMALL, LARGE)}
         self.problem = make((H, J, D), MEMORIES, [1, 2, 3, 4, 1, 2])
 

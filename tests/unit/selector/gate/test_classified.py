@@ -145,7 +145,6 @@ def test_traffic_that_opens_the_gate_is_kept_out_by_another_rule(gate: Gate) -> 
     after, prices, *_ = refitted(gate, asked.seen, questions, labels, traffic, 0.05)
     for name in ("center", "scale", "directions", "words", "rarity", "offsets"):
         assert getattr(after, name) is getattr(gate, name)
-    assert after.token_digest == gate.token_digest
     assert after.weights.shape == gate.weights.shape
     assert "traffic" in prices[0].opened
     new = made(seed=4)

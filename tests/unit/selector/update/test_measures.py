@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from inducekv_vllm.backbone.footprint import gate_bytes, prototypes_of
+from benchmarks.lora_adapter import gate_bytes
+from inducekv_vllm.backbone.footprint import prototypes_of
 from inducekv_vllm.bundle import FactRecord
 from selector.update.measures import diversity, entry_bytes, memory_bytes
 from tests.bundles import random_gate, random_gated_bundle

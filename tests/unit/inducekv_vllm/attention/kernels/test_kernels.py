@@ -5,7 +5,6 @@ Without a GPU the kernels run in Triton's interpreter, where a program takes a t
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -18,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inducekv_vllm.attention.kernels import launch, twin
+from benchmarks.kernels import twin
+from inducekv_vllm.attention.kernels import launch
 
 from .problems import SCALE, TOLERANCE, Geometry, Memory, Problem, by_loops, deviation, make, same_bits
 
@@ -260,33 +260,6 @@ def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
     output.copy_(problem.output)
     launch.add_memory(pool, tables, step, query, output, *rest)
     assert same_bits(output, expected)
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_memory_that_is_read_beside_self_attention_is_added_to_the_same_bits(dtype: torch.dtype, split: bool) -> None:
-    """Also where the sum is not finite; in the interpreter, whose sums are not fused with products."""
-    memories = [
-        Memory(300, "decoupled"),
-        Memory(5, "decoupled", adjacent=True),
-        Memory(40, "decoupled", value_scale=9e9),
-    ]
-    problem = make((6, 2, 16), memories, [1, 0, 2, 2, 3, 1], dtype).to(DEVICE)
-    shape = replace(problem.shape(split=split, lse=False), maps=False)
-    step, tables, pool = problem.step(shape), problem.tables, problem.pool
-    expected, output = problem.output.clone(), problem.output.clone()
-    launch.add_memory(pool, tables, step, problem.query, expected, None, SCALE, shape)
-    beside = replace(shape, beside=True)
-    read = torch.full_like(output, math.nan, dtype=torch.float32)
-    launch.add_memory(pool, tables, step, problem.query, read, None, SCALE, beside)
-    launch.add_read(step, read, output, beside)
-    assert same_bits(output, expected) if launch.INTERPRETED else torch.allclose(output, expected, rtol=1e-2)
-    on_twin, of_twin = torch.full_like(read, math.nan), problem.output.clone()
-    twin.add_memory(pool, tables, step, problem.query, on_twin, None, SCALE, beside)
-    twin.add_read(step, on_twin, of_twin, beside)
-    rows = problem.row_slot != 0
-    assert deviation(output.float(), of_twin.float(), rows) < TOLERANCE[dtype]
-    assert same_bits(of_twin[~rows], problem.output[~rows])
 
 
 def test_variants_are_compiled_side_by_side_for_a_gpu_that_is_not_there() -> None:

@@ -1,4 +1,6 @@
-"""The kernels in plain PyTorch, tile by tile, for any device. Same arguments, same results. Shapes: see the package.
+"""The kernels in plain PyTorch, tile by tile, for any device. Same arguments, same results.
+
+Shapes: see `inducekv_vllm.attention.kernels`.
 
 Letters here: n rows of a tile, s tokens that are read, k map rows.
 """
@@ -8,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layout import LayerPool, SlotTables, StepTensors
-from .tiles import LaunchShape
+from inducekv_vllm.attention.kernels.layout import LayerPool, SlotTables, StepTensors
+from inducekv_vllm.attention.kernels.tiles import LaunchShape
 
 Partial = tuple[Tensor, Tensor, Tensor]  # largest logit [n, H], sum of exp(logit - largest) [n, H], values [n, H, V]
 
@@ -30,16 +32,8 @@ def add_memory(
         parts = [attend(pool, tables, slot, query[rows], scale, *item) for item in items_of(tile, slot, tables, step)]
         merged = parts[0] if len(parts) == 1 else merge(parts)
         lse = None if self_lse is None or not shape.lse else self_lse[rows]
-        own = torch.zeros_like(output[rows]) if shape.beside else output[rows]
-        result = finish(pool, tables, slot, merged, own, lse).to(output.dtype)
-        output[rows] = torch.where(result.isfinite(), result, own)
-
-
-def add_read(step: StepTensors, read: Tensor, output: Tensor, shape: LaunchShape) -> None:
-    """`launch.add_read`."""
-    rows = step.tile_rows[step.tile_rows >= 0].long()
-    result = (output[rows].float() + read[rows]).to(output.dtype)
-    output[rows] = torch.where(result.isfinite(), result, output[rows])
+        result = finish(pool, tables, slot, merged, output[rows], lse).to(output.dtype)
+        output[rows] = torch.where(result.isfinite(), result, output[rows])
 
 
 def live_tiles(step: StepTensors) -> list[tuple[int, Tensor]]:

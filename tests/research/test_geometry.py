@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inducekv_vllm.backbone.footprint import TextGeometry, plan, read_config, text_geometry
+from benchmarks.research.continual.geometry import TextGeometry, plan, read_config, text_geometry
 from inducekv_vllm.errors import UnsupportedModel
 
 

@@ -1,0 +1,85 @@
+"""A start that is refused ends with one line, whichever process has refused it; tracebacks are for debugging."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm.entrypoints.cli import serve
+
+from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.vllm_seams import refused_start
+from inducekv_vllm.vllm_seams.config import RUN_VARIABLE
+from inducekv_vllm.vllm_seams.refused_start import LOGGERS, end_start, reason_of_refusal, watch_start
+from server import launcher
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a run, and vLLM's loggers as in one of its processes."""
+    monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))
+    watch_start()
+    yield tmp_path
+    for name in LOGGERS:
+        logging.getLogger(name).removeFilter(refused_start._ends_start)
+
+
+def fail(logger: str, line: str, error: Exception) -> None:
+    """As a process of vLLM does."""
+    try:
+        raise error
+    except Exception:
+        logging.getLogger(logger).exception(line)
+
+
+def test_the_process_that_refuses_and_those_that_wait_for_it_end_without_a_traceback(run: Path) -> None:
+    engine, worker = LOGGERS
+    fail(engine, "EngineCore failed to start.", RuntimeError("something else"))
+    assert reason_of_refusal() is None
+    with pytest.raises(SystemExit) as end:
+        fail(worker, "WorkerProc failed to start.", UnsupportedModel("it would be wrong"))
+    assert (end.value.code, reason_of_refusal()) == (2, "it would be wrong")
+    with pytest.raises(SystemExit):
+        fail(engine, "EngineCore failed to start.", RuntimeError("a worker has failed"))
+    fail(worker, "WorkerProc hit an exception.", UnsupportedModel("of a request"))  # it has started
+
+
+def test_for_debugging_they_are_shown(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "vllm")
+    fail(LOGGERS[0], "EngineCore failed to start.", UnsupportedModel("it would be wrong"))
+    assert reason_of_refusal() == "it would be wrong"
+
+
+def test_elsewhere_the_error_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RUN_VARIABLE, raising=False)
+    end_start(UnsupportedModel("it would be wrong"))
+    assert reason_of_refusal() is None
+
+
+def test_the_command_says_what_other_processes_have_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own folder of a run is there while vLLM runs."""
+
+    class Serve:
+        def validate(self, args: object) -> None:
+            pass
+
+        def cmd(self, args: object) -> None:
+            with pytest.raises(SystemExit):
+                end_start(UnsupportedModel("it would be wrong"))
+            raise RuntimeError("Engine core initialization failed.")
+
+    monkeypatch.setattr(serve, "ServeSubcommand", Serve)
+    monkeypatch.setenv(RUN_VARIABLE, "")
+    monkeypatch.setattr(launcher, "parsed", lambda given: SimpleNamespace())
+    monkeypatch.setattr(launcher, "prepare", lambda args, environment: None)
+    monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
+    monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
+    with pytest.raises(SystemExit) as end:
+        launcher.main([])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "inducekv-serve: error: it would be wrong"
