@@ -32,7 +32,7 @@ def memory_bytes(backbone: Backbone, budget: int, payload_tokens: int, gated_tas
     d, L = backbone.hidden_size, backbone.num_layers
     D, V = backbone.head_dim, backbone.value_dim
     entries = footprint_bytes(budget, d, L, backbone.num_kv_heads, payload_tokens, D, V)
-    features, layers = backbone.num_kv_heads * V, len(layers_of_gate(L))
+    features, layers = backbone.num_kv_heads * V, len(layers_of_gate(backbone))
     return entries + gate_bytes(gated_tasks, features, layers)
 
 

@@ -9,28 +9,26 @@ The tensors are the command's, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inducekv_vllm.bundle import Bundle, read_bundle
 
 from .backbone.model import Backbone
-from .data.examples import Example, examples_of, read_task
+from .data.document import Document
+from .data.examples import Example
+from .data.given import Data, read
 from .data.notes import TaskDataWarning
 from .data.records import BY_NAME, Columns
-from .data.rows import given_rows
 from .document.reading import read_document
-from .document.settings import DOCUMENT
-from .document.text import Document
-from .gate.background import read_background
-from .recipes import settings_after
+from .gate.data import read_others
+from .recipes import DEFAULT, recipes_for, settings_after
 from .run import Anchors, TaskRequest, checked, learn
 from .runtime.callback import Callback
 from .update.accuracy import Accuracy, accuracies_of
 from .update.result import helps
-from .update.settings import REFINED
 
 __all__ = [
     "Accuracy",
@@ -45,8 +43,6 @@ __all__ = [
     "teach",
     "teach_document",
 ]
-
-Data = str | Path | Iterable[Mapping[str, Any] | Example]
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,8 @@ def teach(
     task: str | None = None,
     validation: Data | None = None,
     base: Data = (),
-    background: str | Path | None = None,
-    near_misses: str | Path | None = None,
+    background: Data = (),
+    near_misses: Data = (),
     previous: Taught | None = None,
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -88,13 +84,13 @@ def teach(
         task: the name of the task; default: each row's own, else the file's name.
         validation: of the same task; default: a tenth of the examples.
         base: questions that the model answers well by itself, for which the gate should stay closed.
-        background: a file of requests that need no memory, besides those of the package.
-        near_misses: a file of requests that look like those of a task and are not.
+        background: requests that need no memory, besides those of the package; a .txt has one a line.
+        near_misses: requests that look like those of a task and are not; likewise.
         progress: show bars on standard error.
         callbacks: are told of each step of a training, and of the end.
         columns: which columns hold prompt, answer and picture, where their names do not say so; those of `base` may.
-        output: write the bundle there, and its report beside it as NAME.report.json and NAME.report.html; the folder is
-            made if it does not exist.
+        output: write the bundle there, and its report beside it as NAME.report.json; the folder is made if it does not
+            exist.
         settings: of `RefinedSettings`: budget, steps, activation, learning_rate, ...; what all entries of a memory have
             in common is by default that of `previous`.
 
@@ -109,17 +105,15 @@ def teach(
         UnsupportedModel: the model cannot be loaded, or has no attention that memory can act on.
         BundleError: the bundle cannot be written.
     """
-    before = previous.bundle if previous is not None else None
-    device = str(model.device) if isinstance(model, Backbone) else "cpu"
+    before = None if previous is None else previous.bundle
     task_to_learn = checked(
         TaskRequest(
             load=lambda: _loaded(model),
+            recipe=DEFAULT,
+            settings=settings_after(before, DEFAULT, settings, _device_of(model)),
             examples=read(examples, task, columns),
             validation=None if validation is None else read(validation, task, columns),
-            settings=settings_after(before, REFINED, settings, device),
-            base=read(base, columns=columns.of_others()),
-            background=read_background(Path(background)) if background else (),
-            near_misses=read_background(Path(near_misses)) if near_misses else (),
+            others=read_others(base, background, near_misses, columns),
             previous=before,
             anchors=Anchors(previous.anchors if previous is not None else ()),
             output=None if output is None else Path(output),
@@ -135,8 +129,8 @@ def teach_document(
     document: str | Path | Document,
     *,
     base: Data = (),
-    background: str | Path | None = None,
-    near_misses: str | Path | None = None,
+    background: Data = (),
+    near_misses: Data = (),
     previous: Taught | Bundle | None = None,
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -149,7 +143,7 @@ def teach_document(
         document: a file of text, Markdown, HTML or PDF, whose name is the title; or `selector.Document`.
         previous: the memory of an earlier version of the document, from which the training starts.
         output: as of `teach`; what was studied is kept beside it until the bundle is written.
-        settings: of `DocumentSettings`: tokens, minutes, steps, form, start, ...
+        settings: of `DocumentSettings`: payload_tokens, steps, form, start, ...
         base, background, near_misses, progress, callbacks: as of `teach`.
 
     Raises:
@@ -158,28 +152,23 @@ def teach_document(
         ConfigError, UnsupportedModel, BundleError: as of `teach`; the previous memory is none of this document.
     """
     before = previous.bundle if isinstance(previous, Taught) else previous
-    device = str(model.device) if isinstance(model, Backbone) else "cpu"
+    (recipe,) = recipes_for("document")
     if not isinstance(document, Document):
         document = Document(Path(document).stem, read_document(Path(document)))
-    learned = learn(
-        checked(
-            TaskRequest(
-                load=lambda: _loaded(model),
-                examples=(),
-                validation=None,
-                settings=settings_after(before, DOCUMENT, settings, device),
-                base=read(base, columns=BY_NAME),
-                background=read_background(Path(background)) if background else (),
-                near_misses=read_background(Path(near_misses)) if near_misses else (),
-                previous=before,
-                output=None if output is None else Path(output),
-                identity=None if output is None else {"model": str(_name_of(model))},
-                document=document,
-                progress=progress,
-            )
-        ),
-        callbacks=callbacks,
+    task = checked(
+        TaskRequest(
+            load=lambda: _loaded(model),
+            recipe=recipe,
+            settings=settings_after(before, recipe, settings, _device_of(model)),
+            document=document,
+            others=read_others(base, background, near_misses),
+            previous=before,
+            output=None if output is None else Path(output),
+            identity=None if output is None else {"model": str(_name_of(model))},
+            progress=progress,
+        )
     )
+    learned = learn(task, callbacks=callbacks)
     return Taught(learned.bundle, learned.report, learned.anchors)
 
 
@@ -206,13 +195,8 @@ def evaluate(
     return accuracies_of(backbone, read_in, read(questions, columns=columns), max_tokens)
 
 
-def read(data: Data, task: str | None = None, columns: Columns = BY_NAME) -> list[Example]:
-    """Examples of a file or of rows. Raises TaskDataError: a row is wrong, or an id occurs twice."""
-    columns = replace(columns, task=task or columns.task)
-    if isinstance(data, str | Path):
-        return read_task(data, columns)
-    rows = list(given_rows(data))
-    return examples_of(rows, Path(), columns, "task", "the rows") if rows else []
+def _device_of(model: str | Path | Backbone) -> str:
+    return str(model.device) if isinstance(model, Backbone) else "cpu"
 
 
 def _name_of(model: str | Path | Backbone) -> str | Path:

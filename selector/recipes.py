@@ -1,30 +1,34 @@
-"""The settings of the recipes, and what a memory's next task takes over from it."""
+"""The recipes that there are, and the settings of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from inducekv_vllm.bundle import Bundle
 
-from .document.settings import DOCUMENT, DocumentSettings
-from .paper.settings import PaperSettings
-from .refined.settings import RefinedSettings
-from .update.settings import PAPER, REFINED
+from .document.recipe import DocumentRecipe
+from .paper.recipe import PaperRecipe
+from .refined.recipe import RefinedRecipe
+from .runtime.settings import Settings
+from .update.recipe import Input, Recipe
 
-RecipeSettings = PaperSettings | RefinedSettings | DocumentSettings
-RECIPES: Final[dict[str, type[RecipeSettings]]] = {
-    PAPER: PaperSettings,
-    REFINED: RefinedSettings,
-    DOCUMENT: DocumentSettings,
-}
-DEFAULT_RECIPE: Final = REFINED  # the better one in benchmarks/research/continual
+DEFAULT: Final[Recipe[Any]] = RefinedRecipe()  # the better one in benchmarks/research/continual
+RECIPES: Final[Mapping[str, Recipe[Any]]] = MappingProxyType(
+    {each.name: each for each in (DEFAULT, DocumentRecipe(), PaperRecipe())}
+)
+
+
+def recipes_for(given: Input) -> list[Recipe[Any]]:
+    """Those that take this."""
+    return [recipe for recipe in RECIPES.values() if given in recipe.takes]
 
 
 def settings_after(
-    previous: Bundle | None, recipe: str, given: Mapping[str, Any], device: str = "cpu"
-) -> RecipeSettings:
-    """The given values, the previous bundle's budget and form, and defaults for the rest.
+    previous: Bundle | None, recipe: Recipe[Any], given: Mapping[str, Any], device: str = "cpu"
+) -> Settings:
+    """The given values, what is taken over from the previous bundle, and defaults for the rest.
 
     Args:
         device: of the model; on another one than the CPU, trainings are in bfloat16 unless a value says otherwise.
@@ -32,16 +36,8 @@ def settings_after(
     Raises:
         ConfigError: a setting is unknown, or a value is out of range.
     """
-    values = dict(given)
-    if recipe != PAPER and device != "cpu":
-        values = {"precision": "bfloat16", **values}
-    if previous is not None and recipe != DOCUMENT:
-        values = {"budget": previous.metadata.budget, **values}
-        form = previous.metadata.form
-        if recipe == previous.metadata.recipe == REFINED and values.get("form", form) == form:
-            # What all entries of a memory have in common.
-            shared = {name: getattr(previous.metadata, name) for name in ("form", "weighting", "payload_tokens")}
-            shared |= {n: v for n, v in previous.metadata.settings.items() if n == "entries_per_task"}
-            shape = previous.metadata.output_map
-            values = {**shared, "map_rank": 0 if shape is None else shape.rank, **values}
-    return RECIPES[recipe](**values)
+    values = {} if previous is None else recipe.inherited(previous, given)
+    if "precision" in recipe.settings.model_fields and device != "cpu":
+        values |= {"precision": "bfloat16"}
+    made: Settings = recipe.settings(**{**values, **given})
+    return made

@@ -18,29 +18,21 @@ from inducekv_vllm.bundle import Bundle, Record, read_bundle
 from inducekv_vllm.errors import InduceKVError
 
 from .backbone.model import Backbone
-from .backbone.scoring import Scorer
 from .data.anchors import AnchorStore, examples_digest
-from .data.choice import ANCHORS_PER_TASK, AnchorPolicy, choose_anchors
+from .data.choice import ANCHORS_PER_TASK, choose_anchors
+from .data.document import Document
 from .data.examples import Example
 from .data.repeats import distinct
-from .document.settings import DocumentSettings
-from .document.text import Document
-from .document.update import update_document
-from .gate.fit import check_questions
-from .paper.settings import PaperSettings
-from .paper.update import grid, update_paper
-from .recipes import RECIPES, RecipeSettings
-from .refined.checks import check_tasks, own_questions
-from .refined.settings import RefinedSettings
-from .refined.update import update_refined
-from .report.files import write_report
+from .gate.data import NO_QUESTIONS, GateData
 from .runtime.callback import Callback
 from .runtime.checkpoint import Checkpoint, identity_digest
 from .runtime.files import require_output
 from .runtime.progress import note
-from .update.inputs import TaskInputs, check_answers, check_recipe, divided
-from .update.outputs import KeptAnchors, sole_writer, write_outputs
-from .update.result import UpdateResult, helps, with_dates
+from .runtime.running import Run
+from .update.inputs import TaskInputs, check_answers, check_continued, divided
+from .update.outputs import KeptAnchors, sole_writer, write_outputs, write_report
+from .update.recipe import Recipe
+from .update.result import helps, with_dates
 
 Outcome = Literal["learned", "written before", "no better"]
 
@@ -51,22 +43,21 @@ class Anchors:
 
     earlier: Sequence[Example] = ()
     store: AnchorStore | None = None  # the earlier ones are read from there, and this task's are added
-    policy: AnchorPolicy = "random"
     count: int = ANCHORS_PER_TASK  # of this task
     replace: bool = False  # whether those in the store that another run has chosen of this task give way
 
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """One task to learn."""
+    """One task, or a document, to learn."""
 
     load: Callable[[], Backbone]
-    examples: Sequence[Example]
-    validation: Sequence[Example] | None  # None: a tenth of the examples, which the seed chooses
-    settings: RecipeSettings
-    base: Sequence[Example] = ()  # questions that the model answers well by itself; their answers are not used
-    background: Sequence[Example] = ()  # requests that need no memory, besides those of the package
-    near_misses: Sequence[Example] = ()  # requests that look like those of a task and are not
+    recipe: Recipe[Any]
+    settings: Any  # of the recipe
+    examples: Sequence[Example] = ()
+    validation: Sequence[Example] | None = None  # None: a tenth of the examples, which the seed chooses
+    document: Document | None = None  # what is learned in place of examples
+    others: GateData = NO_QUESTIONS  # what the gate is to stay closed for
     previous: Bundle | None = None
     anchors: Anchors | None = None  # None: none are read, chosen or kept
     output: Path | None = None  # None: nothing is written
@@ -75,7 +66,6 @@ class TaskRequest:
     dates: Callable[[datetime], tuple[datetime, datetime | None]] | None = None
     # What tells the run from others, beside data and settings. None: no progress is kept.
     identity: Mapping[str, Any] | None = None
-    document: Document | None = None  # what is learned in place of examples
     progress: bool = False  # whether it is shown on standard error
 
 
@@ -107,42 +97,30 @@ def checked(request: TaskRequest) -> CheckedTask:
     """
     if request.output is not None:
         require_output(request.output, folder_is_made=True)
-    settings = request.settings
+    recipe, settings, others = request.recipe, request.settings, request.others
     training: Sequence[Example] = ()
     validation: Sequence[Example] = ()
     if request.document is None:
         training, validation = divided(distinct(request.examples), request.validation, settings.seed)
     identity = {
         **(request.identity or {}),
-        "recipe": _recipe_of(settings),
+        "recipe": recipe.name,
         "settings": settings.model_dump(),
-        "base": examples_digest(request.base),
-        "background": examples_digest(request.background),
+        "base": examples_digest(others.base),
+        "background": examples_digest(others.background),
+        "near_misses": examples_digest(others.near_misses),
         "training": examples_digest(training),
+        "also": [example.also for example in training],
         "validation": examples_digest(validation),
-        "previous": request.previous.digest if request.previous is not None else None,
+        "document": None if request.document is None else [request.document.name, request.document.digest],
+        "previous": None if request.previous is None else request.previous.digest,
     }
-    if request.near_misses:  # without, a run has the name that it had before there were any
-        identity["near_misses"] = examples_digest(request.near_misses)
-    if any(example.also for example in training):  # likewise
-        identity["also"] = [example.also for example in training]
-    if request.document is not None:
-        identity["document"] = [request.document.name, request.document.digest]
     run = identity_digest(identity)
     anchors = _earlier_anchors(request.anchors, {example.task for example in training}, run)
-    inputs = TaskInputs(
-        training, validation, anchors, request.previous, request.base, request.background, request.near_misses
-    )
+    inputs = TaskInputs(training, validation, anchors, request.previous, others, request.document)
     check_answers(inputs)
-    if request.document is not None:
-        request.document.check_previous(request.previous)
-    else:
-        check_recipe(request.previous, _recipe_of(settings))
-    if isinstance(settings, RefinedSettings):
-        check_tasks(inputs, settings)
-        check_questions(own_questions(inputs), inputs.background, inputs.base, near_misses=inputs.near_misses)
-    elif isinstance(settings, PaperSettings):
-        grid(inputs, settings)
+    check_continued(request.previous, recipe.name, recipe.continues)
+    recipe.check(inputs, settings)
     return CheckedTask(request, inputs, identity | {"anchors": examples_digest(anchors)}, run)
 
 
@@ -168,10 +146,6 @@ def learn(
         if checkpoint is not None and learned.outcome != "no better":
             checkpoint.remove()
     return learned
-
-
-def _recipe_of(settings: RecipeSettings) -> str:
-    return next(name for name, kind in RECIPES.items() if isinstance(settings, kind))
 
 
 def _earlier_anchors(anchors: Anchors | None, learnt: Collection[str], run: str) -> Sequence[Example]:
@@ -208,7 +182,8 @@ def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> tuple
         if resumed and request.progress:
             note("resuming an earlier run")
     try:
-        result = _updated(backbone, task, checkpoint, callbacks)
+        run = Run(checkpoint, request.progress, callbacks)
+        result = request.recipe.update(backbone, task.inputs, request.settings, run)
     except InduceKVError:
         if checkpoint is not None:
             checkpoint.remove_unless_begun()  # examples that do not fit the model are found before there is progress
@@ -220,7 +195,7 @@ def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> tuple
         if request.output is not None:
             write_report(request.output, result.report)
         return Learned("no better", result.bundle, result.report), checkpoint
-    anchors = _chosen_anchors(backbone, task, result)
+    anchors = _chosen_anchors(task)
     if request.output is not None:
         write_outputs(request.output, result, _kept(task, anchors), request.settings.seed)
     if checkpoint is not None:
@@ -236,34 +211,14 @@ def _kept_records(request: TaskRequest) -> set[Record]:
     return {*metadata.facts, *(metadata.entries if request.document is None else ())}
 
 
-def _updated(
-    backbone: Backbone, task: CheckedTask, checkpoint: Checkpoint | None, callbacks: Sequence[Callback]
-) -> UpdateResult:
-    inputs, settings, progress = task.inputs, task.request.settings, task.request.progress
-    document = task.request.document
-    if isinstance(settings, DocumentSettings):
-        assert document is not None
-        return update_document(backbone, document, settings, inputs, checkpoint, progress=progress, callbacks=callbacks)
-    if isinstance(settings, RefinedSettings):
-        return update_refined(backbone, inputs, settings, checkpoint, progress=progress, callbacks=callbacks)
-    return update_paper(backbone, inputs, settings, checkpoint, progress=progress)
-
-
-def _chosen_anchors(backbone: Backbone, task: CheckedTask, result: UpdateResult) -> tuple[Example, ...]:
-    anchors, settings, training = task.request.anchors, task.request.settings, task.inputs.training
-    if anchors is None:
-        return ()
-    losses: list[float] = []
-    if anchors.policy == "hard":
-        losses = Scorer(backbone, batch_size=settings.batch_size).untouched_losses(training)
-    rows = choose_anchors(
-        training, anchors.count, anchors.policy, settings.seed, keys=result.training_keys, losses=losses
-    )
-    return tuple(training[row] for row in rows)
+def _chosen_anchors(task: CheckedTask) -> tuple[Example, ...]:
+    anchors = task.request.anchors
+    chosen = () if anchors is None else choose_anchors(task.inputs.training, anchors.count, task.request.settings.seed)
+    return tuple(chosen)
 
 
 def _kept(task: CheckedTask, chosen: Sequence[Example]) -> KeptAnchors | None:
     anchors = task.request.anchors
     if anchors is None or anchors.store is None:
         return None
-    return KeptAnchors(anchors.store, chosen, anchors.policy, task.run, anchors.replace)
+    return KeptAnchors(anchors.store, chosen, task.run, anchors.replace)

@@ -29,13 +29,14 @@ from inducekv_vllm.backbone.footprint import footprint_bytes
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.backbone.tiled_attention import tiled_attention
+from selector.data.document import Document
 from selector.document.settings import DocumentSettings
 from selector.document.study import Studied, self_study
 from selector.document.teacher import logprobs_beside
-from selector.document.text import Document
-from selector.document.update import candidates, divided, pieces_of, questions_of, tokens_of
+from selector.document.update import StudiedQuestions, candidates, divided, pieces_of, questions_of, tokens_of
 from selector.refined.candidates import Search, best_of
 from selector.runtime.checkpoint import Checkpoint
+from selector.runtime.running import Run
 
 SHARES: Final = (16, 4, 64)
 SECONDS: Final = "seconds"  # beside the rows
@@ -135,11 +136,12 @@ class Compared:
 
     def learned(self, share: int, start: str, steps: int) -> tuple[DocumentSettings, Search]:
         """A memory of a share of the document's tokens; it is trained once."""
-        settings = self._settings(tokens=len(self.token_ids) // share, steps=steps, start=start)
+        settings = self._settings(payload_tokens=len(self.token_ids) // share, steps=steps, start=start)
         checkpoint, _ = Checkpoint.open(self.options.work / f"memory-{share}-{start}-{steps}", settings.model_dump())
         with tiled_attention(self.backbone):
-            begun = candidates(self.backbone, self.token_ids, self.training, self.validation, settings)
-            return settings, best_of(begun, checkpoint, progress=steps > 0)
+            studied = StudiedQuestions(self.training, self.validation)
+            begun = candidates(self.backbone, self.token_ids, studied, settings)
+            return settings, best_of(begun, Run(checkpoint, progress=steps > 0))
 
     def _memory(self, share: int, start: str, steps: int) -> dict[str, Any]:
         began = time.process_time()
@@ -152,7 +154,7 @@ class Compared:
                 return self.scorer.predicted(examples, memory, terms)
 
             found = self.measured(predict)
-        return found | {"mb": self.bytes_of(share) / 1e6, "tokens": settings.tokens, "seconds": seconds}
+        return found | {"mb": self.bytes_of(share) / 1e6, "tokens": settings.payload_tokens, "seconds": seconds}
 
     def _lora(self, share: int, steps: int) -> dict[str, Any]:
         """Of the largest rank that takes no more bytes than the memory."""
@@ -185,7 +187,7 @@ class Compared:
     def _studied(self, settings: DocumentSettings) -> list[Studied]:
         read = {n: v for n, v in settings.model_dump().items() if n not in ("learning_rate", "form", "start")}
         checkpoint, _ = Checkpoint.open(self.options.work / f"study-{settings.seed}", read)
-        return self_study(self.backbone, self.pieces, self.document.name, settings, checkpoint, progress=True)
+        return self_study(self.backbone, self.pieces, self.document.name, settings, Run(checkpoint, progress=True))
 
     def _kept(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if (found := self._read(name)) is None:

@@ -17,11 +17,11 @@ from torch import Tensor
 from inducekv_vllm.backbone.turns import message
 from inducekv_vllm.bundle.source import source_digest_of
 from selector.backbone.scoring import Scorer
+from selector.data.document import Document
 from selector.data.examples import Example
 from selector.document.kinds import BLANK, clozes, continuations
 from selector.document.study import Studied
 from selector.document.teacher import Lesson
-from selector.document.text import Document
 
 NO_LESSON: Final = Lesson(torch.zeros(0, 0), torch.zeros(0, 0))  # their answers are the document's own words
 GROUPS: Final = {"questions": ("question", "use", "summary"), "cloze": ("cloze",), "continuations": ("continuation",)}

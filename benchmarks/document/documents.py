@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from inducekv_vllm.errors import ConfigError
-from selector.document.text import Document
+from selector.data.document import Document
 
 LICENCE: Final = Path("/usr/share/common-licenses/GPL-1")  # of Debian's base-files
 MANUAL: Final = "msgpack"  # a dependency of vLLM; its description is its manual, in Markdown

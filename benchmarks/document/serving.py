@@ -177,10 +177,9 @@ def _bundle(compared: Compared, options: argparse.Namespace) -> Path:
     path: Path = options.work / f"memory-{SHARE}-{options.steps}.safetensors"
     if not path.exists():
         settings, search = compared.learned(SHARE, "first", options.steps)
-        inputs = TaskInputs(training=(), validation=(), anchors=(), previous=None)
-        of = (compared.backbone, compared.document, settings)
-        fitted = gate_of(*of, compared.studied, inputs)
-        write_bundle(bundle_of(*of, search, fitted, inputs, len(compared.token_ids)), path)
+        inputs = TaskInputs((), (), (), previous=None, document=compared.document)
+        fitted = gate_of(compared.backbone, compared.studied, inputs, settings)
+        write_bundle(bundle_of(compared.backbone, inputs, settings, search, fitted, len(compared.token_ids)), path)
     return path
 
 

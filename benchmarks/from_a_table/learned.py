@@ -19,10 +19,10 @@ from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.cli.settings import PRESETS
 from selector.data.anchors import AnchorStore
 from selector.data.choice import hold_out
 from selector.data.examples import Example
+from selector.recipes import DEFAULT as RECIPE
 from selector.runtime.files import replace_file
 from selector.update.measures import memory_bytes
 
@@ -95,7 +95,7 @@ def by_retrieval(rows: Rows, out: Path) -> Artifact:
     neighbours = neighbours.after(question_keys(backbone, training, "early"))
     neighbours.write(out / KEYS)
     store = AnchorStore(out / EXEMPLARS)
-    store.append(training, run=training[0].task, policy="random", seed=0)
+    store.append(training, run=training[0].task, seed=0)
     stored = neighbours.stored_bytes + sum(map(content_bytes, store.read()))
     return Artifact("exemplars", EXEMPLARS, stored)
 
@@ -103,7 +103,7 @@ def by_retrieval(rows: Rows, out: Path) -> Artifact:
 WAYS: Mapping[str, Learn] = {
     "untouched": untouched,
     "memory": by_memory({}),
-    "memory, --preset quick": by_memory(PRESETS["quick"]),
+    "memory, --preset quick": by_memory(RECIPE.presets["quick"]),
     "memory, with base questions": by_memory({}, with_base=True),
     "retrieved rows in the prompt": by_retrieval,
     "LoRA, rank 1": by_lora(1),

@@ -98,7 +98,7 @@ def fixed_gate(backbone: Backbone, *, is_open: bool) -> Gate:
     """It looks where a fitted one does, and decides the same of every prompt: of a prototype and its opposite, every
     token is like one.
     """
-    layers = layers_of_gate(backbone.num_layers)
+    layers = layers_of_gate(backbone)
     S, F = len(layers), backbone.num_kv_heads * backbone.head_dim
     some = normalize(torch.randn(S, PROTOTYPES // 2, F), dim=2)
     return Gate(

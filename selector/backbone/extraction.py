@@ -22,9 +22,6 @@ from ..data.examples import Example
 from ..runtime.progress import track
 from .loading import key_norm, value_projection
 from .model import Backbone, Inputs, pool_retrieval_keys
-from .payload_store import PayloadStore
-
-SHARD = 1024  # examples, at least, after which a store keeps what was extracted
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,6 @@ class Extraction:
     keys: Tensor  # [N, d] float32, unit norm: r(x) of each prefix
     payload_keys: Tensor  # [L, N, J, m, D], before RoPE, after k_norm where the model has one
     payload_values: Tensor  # [L, N, J, m, V]
-    store: PayloadStore | None = None  # the files that the payloads map, if they are on disk
 
 
 def extract(
@@ -44,7 +40,6 @@ def extract(
     *,
     batch_size: int = 8,
     payload_dtype: torch.dtype = torch.float32,
-    store: PayloadStore | None = None,
     progress: bool = False,
 ) -> Extraction:
     """Run the frozen model over every prefix once and keep its key and its pooled keys and values.
@@ -52,45 +47,29 @@ def extract(
     Args:
         payload_tokens: m.
         payload_dtype: bundles keep float16; float32 suits payloads that are to be refined.
-        store: write payloads here, in float16 whatever `payload_dtype` is, instead of keeping them in memory. What is
-            in it is not made again.
         progress: show a progress bar on standard error.
 
     Raises:
-        ConfigError: `payload_tokens` or `batch_size` below 1, or the store cannot be written.
+        ConfigError: `payload_tokens` or `batch_size` below 1.
         TaskDataError: the model's processor refuses an example.
     """
     _require_positive("payload_tokens", payload_tokens)
-    shape, sizes = (len(examples), backbone.num_kv_heads, payload_tokens), (backbone.head_dim, backbone.value_dim)
-    L = backbone.num_layers
-    retrieval_keys, done = _no_keys(backbone, len(examples)), 0
-    if store is not None and (done := len(finished := store.retrieval_keys())):
-        retrieval_keys[:done] = finished
+    N, J, m = len(examples), backbone.num_kv_heads, payload_tokens
+    retrieval_keys = _no_keys(backbone, N)
     payload_keys, payload_values = (
-        torch.zeros((L, *shape, size) if store is None else 0, dtype=payload_dtype) for size in sizes
+        torch.zeros(backbone.num_layers, N, J, m, size, dtype=payload_dtype)
+        for size in (backbone.head_dim, backbone.value_dim)
     )
 
     def keep(start: int, inputs: Inputs) -> None:
-        nonlocal done
-        pooling = pooling_matrices(inputs["attention_mask"].sum(dim=1).tolist(), payload_tokens).to(backbone.device)
-        end = start + len(pooling)
-        keys, values = (torch.empty(L, len(pooling), *shape[1:], size, dtype=payload_dtype) for size in sizes)
-        with _pooled_projections(backbone, pooling, keys, values):
+        pooling = pooling_matrices(inputs["attention_mask"].sum(dim=1).tolist(), m).to(backbone.device)
+        rows = slice(start, start + len(pooling))
+        with _pooled_projections(backbone, pooling, payload_keys[:, rows], payload_values[:, rows]):
             hidden = backbone.hidden_states(inputs)  # [n, T, d]
-        retrieval_keys[start:end] = pool_retrieval_keys(hidden, inputs["attention_mask"]).cpu()
-        if store is None:
-            payload_keys[:, start:end], payload_values[:, start:end] = keys, values
-            return
-        store.write(start, keys, values)
-        if end - done >= SHARD or end == len(examples):
-            store.finish_shard(done, retrieval_keys[done:end])
-            done = end
+        retrieval_keys[rows] = pool_retrieval_keys(hidden, inputs["attention_mask"]).cpu()
 
-    _each_batch(backbone, examples, batch_size, "Extracting entries", progress, keep, first=done)
-    if store is None:
-        return Extraction(retrieval_keys, payload_keys, payload_values)
-    payload_keys, payload_values = (payload[:, store.num_previous :] for payload in store.mapped())
-    return Extraction(retrieval_keys, payload_keys, payload_values, store)
+    _each_batch(backbone, examples, batch_size, "Extracting entries", progress, keep)
+    return Extraction(retrieval_keys, payload_keys, payload_values)
 
 
 def extract_keys(
@@ -141,14 +120,10 @@ def _each_batch(
     title: str,
     progress: bool,
     work: Callable[[int, Inputs], None],
-    first: int = 0,
 ) -> None:
-    """Call `work` with each batch from row `first` on, and the row of its first example.
-
-    Padding is on the right, where it changes nothing.
-    """
+    """Call `work` with each batch and the row of its first example. Padding on the right changes nothing."""
     _require_positive("batch_size", batch_size)
-    for start in track(range(first, len(examples), batch_size), title, progress):
+    for start in track(range(0, len(examples), batch_size), title, progress):
         batch = [backbone.encode_example(example) for example in examples[start : start + batch_size]]
         work(start, backbone.collate(batch))
 

@@ -34,17 +34,15 @@ READING: Final = "Reading the gate's questions"
 USUAL: Final = "sdpa"  # attention of transformers, which knows what a prompt has begun with
 
 
-def layers_of_gate(num_layers: int, full_layers: Sequence[int] = ()) -> tuple[int, ...]:
+def layers_of_gate(backbone: Backbone) -> tuple[int, ...]:
     """The layers whose values a gate looks at, ascending.
 
     The first knows a token alone, the one at a sixth of the depth what stands before it. The one at a third is averaged
-    over tokens (see `last_averaged`).
-
-    Args:
-        full_layers: those whose KV cache keeps all of a prompt: the nearest of them are taken; all if there are none.
+    over tokens (see `last_averaged`). The nearest layers are taken whose KV cache keeps all of a prompt, if some do.
     """
-    chosen = (0, max(1, num_layers // 6), round(num_layers / 3))
-    kept = full_layers or range(num_layers)
+    L = backbone.num_layers
+    chosen = (0, max(1, L // 6), round(L / 3))
+    kept = backbone.full_layers or range(L)
     return tuple(sorted({min(kept, key=lambda layer: abs(layer - wanted)) for wanted in chosen}))
 
 

@@ -7,22 +7,21 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
 
-NEEDED: Final = {"inducekv-bundle": ("bundle", ["rich"]), "inducekv-select": ("select", ["matplotlib", "rich"])}
+NEEDED: Final = "rich"
 MISSING: Final = 2
 
 
 def bundle() -> int:
-    return _run("inducekv-bundle")
+    return _run("bundle")
 
 
 def select() -> int:
-    return _run("inducekv-select")
+    return _run("select")
 
 
-def _run(program: str) -> int:
-    module, needed = NEEDED[program]
-    if missing := [name for name in needed if find_spec(name) is None]:
-        print(f"{program}: needs {' and '.join(missing)}: pip install 'inducekv[teach]'", file=sys.stderr)
+def _run(module: str) -> int:
+    if find_spec(NEEDED) is None:
+        print(f"inducekv-{module}: needs {NEEDED}: pip install 'inducekv[teach]'", file=sys.stderr)
         return MISSING
     status: int = import_module(f".{module}", __package__).main()
     return status

@@ -67,15 +67,6 @@ def add_flags(
             parser.add_argument(option, choices=tuple(choices), **options)
         else:
             parser.add_argument(option, type=kind, metavar=flag.metavar, required=field.is_required(), **options)
-        if flag.none_flag:
-            parser.add_argument(
-                f"--{flag.none_flag}",
-                action="store_const",
-                const=None,
-                dest=name,
-                default=argparse.SUPPRESS,
-                help=f"no limit instead of {option}",
-            )
 
 
 def toml_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError
 
-from ..gate.settings import GateSettings, fit_options, kind_of
+from ..gate.settings import GateOptions, GateSettings
 from ..runtime.files import require_output
 from .common import SUCCESS, add_base, add_bundle, add_model, add_output
 from .flags import add_flags
-from .gate_questions import BACKGROUND, NEAR_MISSES, read_background_of
+from .gate_questions import BACKGROUND, NEAR_MISSES, read_others_of
 from .gate_tables import print_fitted
 from .loading import load_backbone
 
@@ -32,21 +32,16 @@ def run(options: argparse.Namespace) -> int:
     require_output(options.output, options.path, *options.task, options.base, options.background, options.near_misses)
     bundle = read_bundle(options.path)
     tasks = _tasks(bundle, str(options.path))
-    own = _questions(options.task, tasks)
-    background, near_misses = read_background_of(options.background), read_background_of(options.near_misses)
+    questions = read_others_of(options).of(_questions(options.task, tasks))
 
-    from ..data.examples import read_task
-    from ..gate.fit import check_questions, fit_gate
+    from ..gate.data import check_questions
+    from ..gate.fit import fit_gate
 
-    base = read_task(options.base)
-    check_questions(own, background, base, near_misses=near_misses)
+    check_questions(questions)
     backbone = load_backbone(options.model, options.device)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
-    known: dict[str, Any] = {"background": background, "near_misses": near_misses, **fit_options(settings)}
-    if (gate := bundle.gate) is not None:
-        known |= {"layers": gate.layers, "kind": settings.gate_kind or kind_of(gate)}
-    fitted = fit_gate(backbone, own, base, **known, progress=True)
-    after = bundle.with_gate(fitted.gate, fitted.recorded(base, background, near_misses))
+    fitted = fit_gate(backbone, questions, GateOptions.again(settings, bundle.gate), progress=True)
+    after = bundle.with_gate(fitted.gate, fitted.recorded)
     write_bundle(after, options.output)
     print(f"{options.output}: a gate for {', '.join(tasks)}, digest {after.digest}")
     print_fitted(fitted)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ..data.examples import Example
+    from ..gate.data import GateData
 
 NEAR_MISSES: Final = "questions that look like a task's and are not: .txt with one a line, or task data"  # of --not
 BACKGROUND: Final = (
@@ -14,8 +14,8 @@ BACKGROUND: Final = (
 )
 
 
-def read_background_of(path: Path | None) -> list[Example]:
-    """The user's background requests; none without a file. Raises TaskDataError."""
-    from ..gate.background import read_background
+def read_others_of(options: argparse.Namespace) -> GateData:
+    """What --base, --background and --not name. Raises TaskDataError."""
+    from ..gate.data import read_others
 
-    return read_background(path) if path else []
+    return read_others(options.base or (), options.background or (), options.near_misses or ())

@@ -26,14 +26,13 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--adapter gives the task {twice!r} twice")
 
     from ..data.examples import read_task
-    from ..gate.fit import check_questions
-    from ..update.route import TaskAdapter, route_bundle
+    from ..gate.data import check_questions, read_others
+    from ..update.route import route_bundle
 
-    base = read_task(options.base)
-    adapters = {task: TaskAdapter(folder, read_task(data)) for task, folder, data in folders}
-    check_questions({task: adapter.examples for task, adapter in adapters.items()}, base=base)
-    backbone = load_backbone(options.model, options.device)
-    bundle, fitted = route_bundle(backbone, base, adapters, relative_to=options.output.parent, progress=True)
+    questions = read_others(options.base).of({task: read_task(data) for task, _, data in folders})
+    check_questions(questions)
+    backbone, adapters = load_backbone(options.model, options.device), {task: folder for task, folder, _ in folders}
+    bundle, fitted = route_bundle(backbone, questions, adapters, relative_to=options.output.parent, progress=True)
     write_bundle(bundle, options.output)
     print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
     print_fitted(fitted)

@@ -1,8 +1,8 @@
 """`inducekv-select`: after a task, write the next memory bundle, or the bundle of a document.
 
 Reads the task's examples, the previous bundle and the anchors of earlier tasks. Writes the next bundle, this task's
-anchors, and a report as NAME.report.json and NAME.report.html beside the bundle. A run that is killed resumes with the
-same arguments, and ends with the same bundle.
+anchors, and a report as NAME.report.json beside the bundle. A run that is killed resumes with the same arguments, and
+ends with the same bundle.
 
 Exit status: 0 for success; 2 for an error, printed in one line on standard error; 3 if the new memory does no better on
 the validation examples than none, and without --allow-worse only the report is written.
@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Any
 from inducekv_vllm.bundle import Bundle, read_bundle
 from inducekv_vllm.errors import InduceKVError
 
-from ..paper.settings import PaperSettings
 from ..runtime.files import require_output
 from .dates import read_date, read_date_after
 from .flags import error_line
-from .gate_questions import read_background_of
 from .gate_tables import print_prices, print_warnings
 from .loading import load_backbone
 from .publish import load_finished, require_address
@@ -34,9 +32,10 @@ from .warned import warnings_as_lines
 
 if TYPE_CHECKING:
     from ..backbone.model import Backbone
-    from ..document.text import Document
-    from ..recipes import RecipeSettings
+    from ..data.document import Document
     from ..run import Learned, TaskRequest
+    from ..runtime.settings import Settings
+    from ..update.recipe import Recipe
 
 SUCCESS, FAILED, WORSE = 0, 2, 3
 
@@ -64,71 +63,60 @@ def run(options: SelectOptions, values: dict[str, Any]) -> int:
     previous = read_bundle(options.previous) if options.previous else None
     recipe = choose_recipe(options, previous)
     settings = recipe_settings(recipe, options, values, previous)
-    if not isinstance(settings, PaperSettings):
-        if "precision" not in values and settings.precision == "float32":
-            _note("this CPU has no bfloat16 instructions: training in float32 (--precision)")
-        if not options.anchors and options.document is None:
-            _warn("no --anchors: a later task can only continue this bundle with anchors of all tasks before it")
-        if not options.base:
-            _warn("no --base: the gate knows only everyday requests that need no memory")
+    if "precision" not in values and getattr(settings, "precision", None) == "float32":
+        _note("this CPU has no bfloat16 instructions: training in float32 (--precision)")
+    if recipe.needs_anchors and not options.anchors:
+        _warn("no --anchors: a later task can only continue this bundle with anchors of all tasks before it")
+    if "base" in recipe.takes and not options.base:
+        _warn("no --base: the gate knows only everyday requests that need no memory")
 
     from ..run import checked, learn
     from .dry_run import dry_run
-    from .tensorboard import TensorBoard
 
-    task = checked(_request(options, settings, previous))
+    task = checked(_request(options, recipe, settings, previous))
     if options.dry_run:
         dry_run(task.request.load(), task, options.output)
         return SUCCESS
-    callbacks = [TensorBoard(options.log_dir)] if options.log_dir else []
-    learned = learn(task, partial(_show, options), callbacks)
+    learned = learn(task, partial(_show, options))
     return WORSE if learned.outcome == "no better" else SUCCESS
 
 
-def _request(options: SelectOptions, settings: RecipeSettings, previous: Bundle | None) -> TaskRequest:
+def _request(options: SelectOptions, recipe: Recipe[Any], settings: Settings, previous: Bundle | None) -> TaskRequest:
     """What the options ask for, with all data read."""
     from ..data.anchors import AnchorStore
     from ..data.examples import read_task
+    from ..gate.data import read_others
     from ..run import Anchors, TaskRequest
 
-    identity = {
-        "model": options.model,
-        "anchor_policy": options.anchor_policy,
-        "anchors_per_task": options.anchors_per_task,
-    }
-    if options.dtype != "float32":
-        identity["dtype"] = options.dtype
-    identity |= {name: text for name in ("created", "expires") if (text := getattr(options, name)) is not None}
+    named = ("model", "anchors_per_task", "dtype", "created", "expires")
     anchors = None
     if options.anchors:
         anchors = Anchors(
             store=AnchorStore(options.anchors),
-            policy=options.anchor_policy,
             count=options.anchors_per_task,
             replace=options.replace,
         )
     return TaskRequest(
         load=partial(_load, options),
+        recipe=recipe,
+        settings=settings,
         examples=read_task(options.task, options.of_table()) if options.task else (),
         validation=read_task(options.validation, options.of_table()) if options.validation else None,
-        settings=settings,
-        base=read_task(options.base, options.of_table().of_others()) if options.base else (),
-        background=read_background_of(options.background),
-        near_misses=read_background_of(options.near_misses),
+        document=_document(options),
+        others=read_others(options.base or (), options.background or (), options.near_misses or (), options.of_table()),
         previous=previous,
         anchors=anchors,
         output=options.output,
         allow_worse=options.allow_worse,
         dates=partial(_dates, options),
-        identity=identity,
-        document=_document(options),
+        identity={name: getattr(options, name) for name in named},
         progress=True,
     )
 
 
 def _document(options: SelectOptions) -> Document | None:
+    from ..data.document import Document
     from ..document.reading import read_document
-    from ..document.text import Document
 
     if options.document is None:
         return None
@@ -183,7 +171,7 @@ def _no_better(report: dict[str, Any]) -> str | None:
 
 
 def _summarize(learned: Learned, options: SelectOptions) -> None:
-    from ..report.files import report_path
+    from ..update.outputs import report_path
 
     bundle, report, output = learned.bundle, learned.report, options.output
     rounding = report.get("rounding")
@@ -191,7 +179,7 @@ def _summarize(learned: Learned, options: SelectOptions) -> None:
         _warn(
             f"the selection collapsed onto {rounding['support']} entries; "
             f"{rounding['selected_without_weight']} of the {rounding['selected']} selected have no weight and are "
-            "there by their order alone (--step-rule normalized avoids it)"
+            "there by their order alone"
         )
     if problem := _no_better(report):
         _warn(problem)
@@ -213,7 +201,7 @@ def _summarize(learned: Learned, options: SelectOptions) -> None:
             f"base questions answered right (of {base['questions']} that the gate was fitted to): "
             f"{base['deployed']:.1%}; {base['no_memory']:.1%} without memory"
         )
-    print(f"memory: {report['memory_bytes'] / 1e6:.2f} MB; report: {report_path(output).with_suffix('.html')}")
+    print(f"memory: {report['memory_bytes'] / 1e6:.2f} MB; report: {report_path(output)}")
     print(f"serve it: inducekv-serve {shlex.quote(options.model)} --memory {shlex.quote(f'{output.stem}={output}')}")
 
 

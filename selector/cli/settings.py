@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field
 
@@ -16,42 +16,28 @@ from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
 
 from ..client import API_KEY_VARIABLE
-from ..data.choice import ANCHORS_PER_TASK, AnchorPolicy
-from ..document.settings import DOCUMENT
-from ..recipes import DEFAULT_RECIPE, RECIPES, RecipeSettings, settings_after
-from ..runtime.settings import Flag
-from ..update.settings import BUILD, PAPER, REFINED
+from ..data.choice import ANCHORS_PER_TASK
+from ..recipes import DEFAULT, RECIPES, recipes_for, settings_after
+from ..runtime.settings import Flag, Settings
+from ..update.recipe import Input, Recipe
 from .columns import ColumnOptions
 from .flags import Parser, add_flags, flag_fields, option_of, toml_arguments
 from .gate_questions import BACKGROUND, NEAR_MISSES
 
 PROGRAM: Final = "inducekv-select"
-Preset = Literal["quick", "best"]
-PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+FIRST: Final = (  # the flags that matter first
+    *("model", "task", "document", "output", "validation", "base", "previous", "anchors"),
+    *("preset", "dry_run", "publish"),
+)
+OF: Final[Mapping[str, Input]] = MappingProxyType(  # options that say more of what is given
     {
-        "quick": MappingProxyType({"activation": "generation", "learning_rate": 0.1, "steps": 100}),
-        "best": MappingProxyType({"steps": 400, "patience": 6}),
+        **dict.fromkeys(("recipe", "columns"), "task"),
+        **dict.fromkeys(("anchors_per_task", "replace"), "anchors"),
     }
 )
-FIRST: Final = (  # the flags that matter first
-    *(
-        "model",
-        "task",
-        "document",
-        "output",
-        "validation",
-        "base",
-        "previous",
-        "anchors",
-        "preset",
-        "dry_run",
-        "publish",
-    ),
-)
-OF_TASKS: Final = (  # and not of documents
-    *("recipe", "validation", "anchors", "anchor_policy", "anchors_per_task", "replace", "preset", "log_dir"),
-    "columns",
-)
+
+
+NAMES: Final = [recipe.name for recipe in recipes_for("task")]
 
 
 class SelectOptions(ColumnOptions):
@@ -68,13 +54,12 @@ class SelectOptions(ColumnOptions):
     previous: Annotated[Path | None, Flag("the bundle of the tasks before; it is not changed")] = None
     validation: Annotated[Path | None, Flag("validation data (default: a tenth of the task's, held out)")] = None
     anchors: Annotated[Path | None, Flag("the anchor store: read, and this task's are added", metavar="DIR")] = None
-    base: Annotated[
-        Path | None, Flag("questions the model answers well alone: the gate stays closed for them (refined only)")
+    base: Annotated[Path | None, Flag("questions the model answers well alone: the gate stays closed for them")] = None
+    background: Annotated[Path | None, Flag(BACKGROUND)] = None
+    near_misses: Annotated[Path | None, Flag(NEAR_MISSES, name="not")] = None
+    recipe: Annotated[
+        str | None, Flag(f"{' or '.join(NAMES)} (default: the previous bundle's, else {DEFAULT.name})", "NAME")
     ] = None
-    background: Annotated[Path | None, Flag(f"{BACKGROUND} (refined only)")] = None
-    near_misses: Annotated[Path | None, Flag(f"{NEAR_MISSES} (refined only)", name="not")] = None
-    recipe: Annotated[Literal["paper", "refined"] | None, Flag("(default: the previous bundle's, else refined)")] = None
-    anchor_policy: Annotated[AnchorPolicy, Flag("how anchors are chosen")] = "random"
     anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = ANCHORS_PER_TASK
     replace: Annotated[bool, Flag("learn a task again: its anchors in the store give way to this run's")] = False
     created: Annotated[
@@ -91,13 +76,10 @@ class SelectOptions(ColumnOptions):
         Flag("of the model's weights; bfloat16 takes half the memory"),
     ] = "float32"
     preset: Annotated[
-        Preset | None,
-        Flag("quick: one training of 100 steps; best: the search with twice the steps and patience (refined only)"),
+        Literal["quick", "best"] | None,
+        Flag("quick: one training of 100 steps; best: the search with twice the steps and patience"),
     ] = None
     dry_run: Annotated[bool, Flag("check everything, time a step, and say what would be computed and written")] = False
-    log_dir: Annotated[
-        Path | None, Flag("write the curves of the trainings there, for TensorBoard (refined only)", metavar="DIR")
-    ] = None
     publish: Annotated[
         str | None,
         Flag(f"load it into a server; {ADMIN_KEY_VARIABLE} and {API_KEY_VARIABLE} hold its keys", metavar="URL"),
@@ -117,47 +99,47 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[SelectOptions, dic
     return SelectOptions(**options), values
 
 
-def choose_recipe(options: SelectOptions, previous: Bundle | None) -> str:
-    """As given, else the paper's after a bundle of that recipe or one that was only built, else the default.
+def choose_recipe(options: SelectOptions, previous: Bundle | None) -> Recipe[Any]:
+    """The one for a document, if there is one; else as given, or the previous bundle's, or the default.
 
     Raises:
-        ConfigError: neither a task nor a document is given, or both, or an option that a document has no use for.
+        ConfigError: neither a task nor a document is given, or both; or what the recipe does not take.
     """
     if (options.task is None) == (options.document is None):
         raise ConfigError("expected either --task or --document")
-    if options.document is not None:
-        for name in OF_TASKS:
-            if name in options.model_fields_set:
-                raise ConfigError(f"--{name.replace('_', '-')} is for tasks, and --document is given")
-        return DOCUMENT
-    if options.recipe is not None:
-        return options.recipe
-    return PAPER if previous is not None and previous.metadata.recipe in (PAPER, BUILD) else DEFAULT_RECIPE
+    if options.recipe is not None and options.recipe not in NAMES:
+        raise ConfigError(f"--recipe must be {' or '.join(NAMES)}, found {options.recipe!r}")
+    recipes = recipes_for("task" if options.document is None else "document")
+    name = options.recipe or (previous.metadata.recipe if previous is not None else None)
+    recipe = next((each for each in recipes if each.name == name), recipes[0])
+    for field, (_, flag) in flag_fields(SelectOptions).items():
+        kind = OF.get(field, field)
+        if field in options.model_fields_set and kind in get_args(Input) and kind not in recipe.takes:
+            raise _not_for(recipe, option_of(field, flag), [each for each in RECIPES.values() if kind in each.takes])
+    return recipe
 
 
 def recipe_settings(
-    recipe: str, options: SelectOptions, values: dict[str, Any], previous: Bundle | None
-) -> RecipeSettings:
-    """The recipe's settings: the given values, the previous bundle's budget and form, and defaults for the rest.
+    recipe: Recipe[Any], options: SelectOptions, values: Mapping[str, Any], previous: Bundle | None
+) -> Settings:
+    """The recipe's settings: the given values, those of a preset, what the previous bundle hands on, and defaults.
 
     Raises:
-        ConfigError: a flag of the other recipe is given, or a value is out of range.
+        ConfigError: a flag of another recipe is given, or a value is out of range.
     """
     for name in values:
-        if name not in flag_fields(RECIPES[recipe]):
-            flag = f"--{name.replace('_', '-')}"
-            if recipe == DOCUMENT:
-                raise ConfigError(f"{flag} is for tasks, and --document is given")
-            other = next((other for other in (PAPER, REFINED) if name in flag_fields(RECIPES[other])), None)
-            whose = f"the recipe {other!r}" if other is not None else "documents"
-            raise ConfigError(f"{flag} is a setting of {whose} only")
-    for name in ("base", "background", "near_misses", "preset", "log_dir"):
-        if getattr(options, name) and recipe == PAPER:
-            flag = option_of(name, flag_fields(SelectOptions)[name][1])
-            raise ConfigError(f"{flag} is a setting of the recipe 'refined' only")
-    if options.preset:
-        values = {**PRESETS[options.preset], **values}
-    return settings_after(previous, recipe, values, options.device)
+        if name not in flag_fields(recipe.settings):
+            others = [each for each in RECIPES.values() if name in flag_fields(each.settings)]
+            raise _not_for(recipe, f"--{name.replace('_', '-')}", others)
+    if options.preset and options.preset not in recipe.presets:
+        raise _not_for(recipe, "--preset", [each for each in RECIPES.values() if options.preset in each.presets])
+    preset = recipe.presets[options.preset] if options.preset else {}
+    return settings_after(previous, recipe, {**preset, **values}, options.device)
+
+
+def _not_for(recipe: Recipe[Any], flag: str, others: Sequence[Recipe[Any]]) -> ConfigError:
+    names = " and ".join(repr(each.name) for each in others)
+    return ConfigError(f"{flag} is for the recipe {names}, and this run's is {recipe.name!r}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -176,13 +158,14 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(parser.add_argument_group("task data that is a table"), {"": SelectOptions}, columns)
     rest = [name for name in flag_fields(SelectOptions) if name not in (*FIRST, *columns)]
     add_flags(parser.add_argument_group("also"), {"": SelectOptions}, rest)
-    names = dict.fromkeys(name for settings in RECIPES.values() for name in flag_fields(settings))
-    owners = {name: {r: s for r, s in RECIPES.items() if name in flag_fields(s)} for name in names}
+    settings = {name: recipe.settings for name, recipe in RECIPES.items()}
+    names = dict.fromkeys(name for each in settings.values() for name in flag_fields(each))
+    owners = {name: {r: each for r, each in settings.items() if name in flag_fields(each)} for name in names}
     shared = parser.add_argument_group("settings of several recipes")
-    for name, settings in owners.items():
-        if len(settings) > 1:
-            add_flags(shared, settings, [name])
-    for recipe in (REFINED, DOCUMENT, PAPER):
+    for name, whose in owners.items():
+        if len(whose) > 1:
+            add_flags(shared, whose, [name])
+    for recipe, each in settings.items():
         own = [name for name in names if list(owners[name]) == [recipe]]
-        add_flags(parser.add_argument_group(f"the recipe {recipe!r}"), {recipe: RECIPES[recipe]}, own)
+        add_flags(parser.add_argument_group(f"the recipe {recipe!r}"), {recipe: each}, own)
     return parser

@@ -26,7 +26,6 @@ from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.files.whole import lock_file
 
 from ..runtime.files import replace_file
-from .choice import AnchorPolicy
 from .examples import Example, read_task
 
 MANIFEST = "manifest.json"
@@ -40,7 +39,7 @@ class AnchorTask(BaseModel):
 
     tasks: tuple[str, ...] = Field(min_length=1)  # the examples' task names
     run: str  # the run that appended them; appending them again changes nothing
-    policy: AnchorPolicy
+    policy: str = "random"  # how they were chosen; earlier versions had others
     seed: int
     count: int = Field(ge=1)
     digest: str  # see `examples_digest`
@@ -121,9 +120,7 @@ class AnchorStore:
                         f"({', '.join(stored.tasks)}): they can only be replaced together"
                     )
 
-    def append(
-        self, examples: Sequence[Example], *, run: str, policy: AnchorPolicy, seed: int, replace: bool = False
-    ) -> None:
+    def append(self, examples: Sequence[Example], *, run: str, seed: int, replace: bool = False) -> None:
         """Append one task's anchors, durably, unless this run has already done so. Another run's append is waited for.
 
         Args:
@@ -133,7 +130,7 @@ class AnchorStore:
             ConfigError: another run has appended anchors of this task, or the files cannot be written.
         """
         with self._alone():
-            self._append(examples, run, policy, seed, replace)
+            self._append(examples, run, seed, replace)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -150,7 +147,7 @@ class AnchorStore:
         finally:
             os.close(lock)
 
-    def _append(self, examples: Sequence[Example], run: str, policy: AnchorPolicy, seed: int, replace: bool) -> None:
+    def _append(self, examples: Sequence[Example], run: str, seed: int, replace: bool) -> None:
         tasks = self._records()
         if any(task.run == run for task in tasks):
             self._remove_replaced(tasks)
@@ -164,7 +161,6 @@ class AnchorStore:
             added = AnchorTask(
                 tasks=tuple(sorted(names)),
                 run=run,
-                policy=policy,
                 seed=seed,
                 count=len(examples),
                 digest=examples_digest(examples),

@@ -14,7 +14,7 @@ from inducekv_vllm.errors import TaskDataError
 PROMPTS: Final = ("prompt", "question", "query", "instruction")
 ANSWERS: Final = ("answer", "completion", "response", "output", "label", "target")
 IMAGES: Final = ("image", "images", "image_path")
-_OTHERS: Final = ("id", "task", "messages", "conversations", "system", "input", "context", "history", "answers", "also")
+_OTHERS: Final = ("id", "task", "messages", "conversations", "system", "input", "context", "answers", "also")
 _KNOWN: Final = frozenset((*PROMPTS, *ANSWERS, *IMAGES, *_OTHERS, "chosen", "rejected"))
 
 

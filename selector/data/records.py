@@ -3,9 +3,8 @@
 ours             messages, answer
 OpenAI           messages, of which the assistant's last with a weight that is not 0 is the answer
 ShareGPT, LLaVA  conversations of turns with from and value
-Alpaca           instruction, input, output, perhaps system and history
+Alpaca           instruction, input, output, perhaps system
 SQuAD, Dolly     context with a question, or with an instruction
-KTO              prompt, completion and label: whether the completion is good
 plain            a column for the prompt, one for the answer, perhaps one for a picture
 
 Any of them may have pictures, which stand where the text has <image>. Prompts and completions may be messages.
@@ -28,7 +27,6 @@ __all__ = ["BY_NAME", "Columns", "record_of"]
 Found = tuple[Any, Any]  # messages, answer
 _OF_MESSAGES: Final = ("role", "content", "weight")
 _CONTEXT_FIRST: Final = {"question": True, "instruction": False}  # SQuAD, Dolly
-_JUDGED: Final = {True: True, False: False, "true": True, "false": False}
 
 
 def record_of(
@@ -118,16 +116,11 @@ def _plain(row: Row, columns: Columns, notes: Notes) -> Found | None:
     """A prompt and an answer, each in a column."""
     prompt = columns.prompt or row.only(PROMPTS, "prompt")
     answer = columns.answer or _answer_column(row)
-    if answer != "label" and (is_good := _judgement(row)) is not None:
-        row.get("label")
-        if not is_good:
-            notes.skipped(row.place, "its label says that the answer is bad")
-            return None
     images = _images(row, columns)
     if _are_messages(row.look(prompt)):
         messages = [*_system(row), *row.get(prompt)]
     else:
-        messages = [*_system(row), *_history(row), {"role": "user", "content": _question(row, prompt)}]
+        messages = [*_system(row), {"role": "user", "content": _question(row, prompt)}]
     messages = with_pictures(messages, images, row.place, anywhere=True)
     if _are_messages(row.look(answer)):
         found = _answered(row.get(answer), row.place, notes)
@@ -154,8 +147,6 @@ def _question(row: Row, prompt: str) -> str:
 def _answer_column(row: Row) -> str:
     """The column of the answer, by its name."""
     names = [name for name in ANSWERS if name in row]
-    if len(names) > 1 and _judgement(row) is not None:
-        names.remove("label")
     if not names and "answers" in row:
         return "answers"
     if not names and "chosen" in row and "rejected" in row:
@@ -173,33 +164,6 @@ def _first_answer(row: Row) -> str:
     if not isinstance(texts, list) or not texts or not isinstance(texts[0], str) or not texts[0].strip():
         raise TaskDataError(f"{row.place}: 'answers' must have a first text, found {shown(answers)}")
     return texts[0]
-
-
-def _judgement(row: Row) -> bool | None:
-    """What KTO's label says of the answer beside it; None: there is none."""
-    value = _lower(row.look("label"))
-    return _JUDGED[value] if isinstance(value, bool) or value in ("true", "false") else None
-
-
-def _lower(value: Any) -> Any:
-    return value.strip().casefold() if isinstance(value, str) else value
-
-
-def _history(row: Row) -> list[Message]:
-    """Alpaca's earlier turns: pairs of what the user asked and what the assistant answered."""
-    if is_empty(row.look("history")):
-        return []
-    pairs = row.get("history")
-    if not isinstance(pairs, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(each, str) for each in pair)
-        for pair in pairs
-    ):
-        raise TaskDataError(f"{row.place}: 'history' must be a list of pairs of texts, found {shown(pairs)}")
-    return [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
 
 
 def _system(row: Row) -> list[Message]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.retrieval.entry_terms import Form
 
-from ..gate.settings import GateKind, Misses
+from ..gate.settings import Misses
 from ..refined.settings import FactsChoice, Precision, usual_precision
 from ..runtime.settings import Flag, Seed, Settings
 
@@ -23,34 +23,19 @@ FORMS: Final[tuple[Form, ...]] = ("merged", "decoupled")
 class DocumentSettings(Settings):
     """A document's memory. Raises `ConfigError` for values out of range."""
 
-    tokens: Annotated[
-        Size | None, Flag("tokens of the memory in each layer (default: a sixteenth of the document's)")
+    payload_tokens: Annotated[
+        Size | None, Flag("tokens of the memory in each layer; of a document's: a sixteenth of the document's own")
     ] = None
-    budget: Annotated[Size, Flag("maximum number of entries; a document takes one")] = 1
-    start: Annotated[
-        Start | Literal["search"],
-        Flag("what it starts from: the document's first tokens, or all of them, mean-pooled; or search"),
-    ] = "search"
     form: Annotated[
         Literal["merged", "decoupled", "search"],
         Flag("one softmax over memory and request, or a softmax of the memory's own"),
     ] = "search"
-    chunk_tokens: Annotated[int, Field(ge=32), Flag("tokens of a piece that is studied at once")] = 256
-    asked: Annotated[int, Field(ge=0), Flag("questions of each kind that the model asks about a piece")] = 2
-    clozes: Annotated[int, Field(ge=0), Flag("sentences of a piece with a word left out")] = 6
-    continuations: Annotated[int, Field(ge=0), Flag("sentences of a piece to be continued")] = 8
-    answer_tokens: Annotated[int, Field(ge=1), Flag("of an answer of the model, at most")] = 48
-    top: Annotated[int, Field(ge=1), Flag("most likely tokens that are kept of each of the teacher's")] = 20
-    minutes: Annotated[
-        float | None, Field(gt=0), Flag("of training, at most: fewer steps are taken, if they last longer")
-    ] = None
     steps: Annotated[int, Field(ge=0), Flag("training steps, at most")] = 300
     batch_size: Annotated[int, Field(ge=1), Flag("questions per step")] = 4
     learning_rate: Annotated[float | None, Field(gt=0), Flag("of the payloads (default: searched on validation)")] = (
         None
     )
     facts: Annotated[FactsChoice, Flag("keep exact values as facts beside memory, as validation says")] = "search"
-    gate_kind: GateKind = None
     gate_misses: Misses = None
     precision: Annotated[
         Precision,
@@ -58,3 +43,14 @@ class DocumentSettings(Settings):
         Flag("of matrix products in training (default: bfloat16 if the CPU has instructions for it, else float32)"),
     ]
     seed: Seed = 0
+    # What the self-study asks; from Python alone.
+    start: Start | Literal["search"] = "search"
+    chunk_tokens: Annotated[int, Field(ge=32)] = 256  # of a piece that is studied at once
+    asked: Annotated[int, Field(ge=0)] = 2  # questions of each kind that the model asks about a piece
+    clozes: Annotated[int, Field(ge=0)] = 6  # sentences of a piece with a word left out
+    continuations: Annotated[int, Field(ge=0)] = 8  # sentences of a piece to be continued
+    answer_tokens: Annotated[int, Field(ge=1)] = 48  # of an answer of the model, at most
+
+    @property
+    def patience(self) -> None:
+        """All steps are taken."""

@@ -22,6 +22,7 @@ from ..backbone.scoring import Scorer
 from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.progress import track
+from ..runtime.running import ALONE, Run
 from .kinds import ASKED, SHOWN, SHOWN_TEXT, Kind, MadeQuestion, asking, clozes, continuations, question_in, summaries
 from .settings import DocumentSettings
 from .teacher import Lesson, logprobs_beside
@@ -30,6 +31,7 @@ ASKED_TOKENS: Final = 40  # of a question, at most
 TEMPERATURE: Final = 0.7
 AT_ONCE: Final = 8  # pieces that are studied together, and kept on disk
 SAMPLED: Final = 16  # prompts of a batch
+TOP: Final = 20  # most likely tokens that are kept of each of the teacher's distributions
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,16 @@ def self_study(
     chunks: Sequence[str],
     title: str,
     settings: DocumentSettings,
-    checkpoint: Checkpoint | None = None,
-    *,
-    progress: bool = False,
+    run: Run = ALONE,
 ) -> list[Studied]:
     """All questions about all pieces, none of them twice. Raises ConfigError: the progress cannot be written."""
     studied: dict[str, Studied] = {}
-    for first in track(range(0, len(chunks), AT_ONCE), "Studying the document", progress):
+    for first in track(range(0, len(chunks), AT_ONCE), "Studying the document", run.progress):
         name = f"study-{first}"
-        found = _read(checkpoint, name, title)
+        found = _read(run.checkpoint, name, title)
         if found is None:
-            found = _study(backbone, chunks[first : first + AT_ONCE], title, first, settings, progress)
-            _write(checkpoint, name, found)
+            found = _study(backbone, chunks[first : first + AT_ONCE], title, first, settings, run.progress)
+            _write(run.checkpoint, name, found)
         studied |= {each.example.source_digest: each for each in found}
     return list(studied.values())
 
@@ -86,7 +86,7 @@ def _study(
         beside = [_example(f"{chunk}\n\n{each.text}", each.answer, title, "") for each in made]
         precision = torch.autocast(backbone.device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
         with precision:
-            lessons = [Lesson.of(logprobs, settings.top) for logprobs in logprobs_beside(scorer, beside)]
+            lessons = [Lesson.of(logprobs, TOP) for logprobs in logprobs_beside(scorer, beside)]
         for row, (each, lesson) in enumerate(zip(made, lessons, strict=True)):
             example = _example(each.text, each.answer, title, f"{each.kind}/{first + at}/{row}")
             right = lesson.says(scorer.answer_tokens(example))

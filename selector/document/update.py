@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
@@ -16,34 +16,30 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import ENTRY_AXES, Bundle, facts_of
-from inducekv_vllm.errors import ConfigError, TaskDataError, UnsupportedModel
+from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError, UnsupportedModel
 
 from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
+from ..data.document import Document
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
-from ..gate.settings import fit_options
-from ..refined.candidates import LEARNING_RATES, RUNGS, Candidate, Search, best_of
-from ..refined.duration import seconds_of_search
+from ..gate.settings import GateOptions
+from ..refined.candidates import LEARNING_RATES, Candidate, Search, best_of
 from ..refined.report import report_update
-from ..refined.settings import RefinedSettings
 from ..refined.training import Training, TrainingProblem
-from ..runtime.callback import Callback
-from ..runtime.checkpoint import Checkpoint
-from ..runtime.phases import Phases
 from ..runtime.progress import note
+from ..runtime.running import ALONE, Run
 from ..update.facts import OF_EXAMPLES, with_facts_that_help
 from ..update.inputs import TaskInputs, require_context
 from ..update.result import UpdateResult
 from .chunks import chunks_of
 from .language import warn_of_strange_language
 from .settings import DOCUMENT, FORMS, SHARE, STARTS, DocumentSettings
-from .start import WEIGHTINGS, initial_memory
+from .start import initial_memory
 from .study import Studied, self_study
 from .teacher import Distilling
-from .text import Document
 
 LEAST_TOKENS: Final = 128  # of a document: less is a prompt, or a fact
 HELD_OUT: Final = 8  # one question in so many is for validation, or in more
@@ -51,70 +47,71 @@ MOST_VALIDATION: Final = 64
 
 
 def update_document(
-    backbone: Backbone,
-    document: Document,
-    settings: DocumentSettings,
-    inputs: TaskInputs,
-    checkpoint: Checkpoint | None = None,
-    *,
-    progress: bool = False,
-    callbacks: Sequence[Callback] = (),
+    backbone: Backbone, inputs: TaskInputs, settings: DocumentSettings, run: Run = ALONE
 ) -> UpdateResult:
-    """The same document and settings give the same digest, interrupted or not; not so with `minutes`.
-
-    Args:
-        inputs: what the gate is to stay closed for, and the document's last memory; there are no examples.
-        checkpoint: keeps the progress; None: nothing is kept.
+    """Of what `check_document` has let through.
 
     Raises:
         TaskDataError: the document is too short, nothing could be asked about it, or a loss is not finite.
-        BundleError, FingerprintMismatch: the previous memory does not fit the model, or is none of this document.
+        BundleError, FingerprintMismatch: the previous memory does not fit the model.
         ConfigError: the settings contradict the model or the previous memory.
         UnsupportedModel: the model keeps no keys and values that a memory could start from.
     """
-    phases = Phases(checkpoint)
-    with phases.phase("check"):
-        token_ids = tokens_of(backbone, document)
-        warn_of_strange_language(backbone, token_ids, document.name)
-        check_previous(backbone, inputs.previous, settings)
-        outside = (*inputs.base, *inputs.background, *inputs.near_misses)
-        require_context(Scorer(backbone), outside, progress)
-    with phases.phase("study"), tiled_attention(backbone):
-        chunks = pieces_of(backbone, document, settings)
-        if progress:
-            note(f"studying {len(chunks)} pieces of {document.name}; the gate and the training follow")
-        studied = self_study(backbone, chunks, document.name, settings, checkpoint, progress=progress)
-        training, validation = divided(studied, settings.seed)
-    with phases.phase("gate"):
-        fitted = gate_of(backbone, document, settings, studied, inputs, progress=progress)
-    with phases.phase("train"), tiled_attention(backbone):
-        begun = candidates(backbone, token_ids, training, validation, settings, inputs.previous, checkpoint)
-        found = best_of(begun, checkpoint, progress, callbacks)
-        bundle = bundle_of(backbone, document, settings, found, fitted, inputs, len(token_ids))
+    document = document_of(inputs)
+    token_ids = tokens_of(backbone, document)
+    warn_of_strange_language(backbone, token_ids, document.name)
+    check_previous(backbone, inputs.previous, settings)
+    require_context(Scorer(backbone), inputs.others.of_no_task, run.progress)
+    chunks = pieces_of(backbone, document, settings)
+    if run.progress:
+        note(f"studying {len(chunks)} pieces of {document.name}; the gate and the training follow")
+    with tiled_attention(backbone):
+        studied = self_study(backbone, chunks, document.name, settings, run)
+    training, validation = divided(studied, settings.seed)
+    fitted = gate_of(backbone, studied, inputs, settings, progress=run.progress)
     right = [each.example for each in validation if each.right] or [each.example for each in validation]
     scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    with phases.phase("facts"), tiled_attention(backbone):
-        facts: dict[str, Any] = {}
+    with tiled_attention(backbone):
+        questions = StudiedQuestions(training, validation)
+        begun = candidates(backbone, token_ids, questions, settings, inputs.previous)
+        found = best_of(begun, run)
+        bundle, facts = bundle_of(backbone, inputs, settings, found, fitted, len(token_ids)), dict[str, Any]()
+        asked = questions_of(right, found.memory)
         if settings.facts == "search":
             exact = [each.example for each in training if each.exact and each.right]
-            bundle, facts = with_facts_that_help(bundle, exact, questions_of(right, found.memory), scorer)
-    with phases.phase("measure"), tiled_attention(backbone):
+            bundle, facts = with_facts_that_help(bundle, exact, asked, scorer)
         measured = replace(inputs, training=[each.example for each in training], validation=right, previous=None)
-        questions = questions_of(right, found.memory)
-        report = report_update(scorer, measured, questions, bundle, fitted, found, progress=progress)
-        report["document"] = {
-            "tokens": len(token_ids),
-            "chunks": len(chunks),
-            "training": Counter(each.kind for each in training),
-            "validation": Counter(each.kind for each in validation),
-            "form": found.memory.form,
-            "start": found.start,
-            "divergence": _divergences(begun[0].training.problem, found.memory),
-        }
-    report |= {"recipe": DOCUMENT, "facts": facts, "phases": phases.records}
-    for callback in callbacks:
+        report = report_update(scorer, measured, asked, bundle, fitted, found, progress=run.progress)
+        divergence = _divergences(begun[0].training.problem, found.memory)
+    report["document"] = {
+        "tokens": len(token_ids),
+        "chunks": len(chunks),
+        "training": Counter(each.kind for each in training),
+        "validation": Counter(each.kind for each in validation),
+        "form": found.memory.form,
+        "start": found.start,
+        "divergence": divergence,
+    }
+    report |= {"recipe": DOCUMENT, "facts": facts}
+    for callback in run.callbacks:
         callback.on_end(report)
-    return UpdateResult(bundle, report, torch.zeros(0, backbone.hidden_size))
+    return UpdateResult(bundle, report)
+
+
+def document_of(inputs: TaskInputs) -> Document:
+    assert inputs.document is not None  # `check_document` has seen it
+    return inputs.document
+
+
+def check_document(inputs: TaskInputs) -> None:
+    """Raises BundleError: the previous memory is none of this document."""
+    document, previous = document_of(inputs), inputs.previous
+    found = [entry.id for entry in previous.metadata.entries] if previous is not None else [document.record.id]
+    if found != [document.record.id]:
+        raise BundleError(
+            f"the previous bundle is no memory of the document {document.name!r}: expected the one entry "
+            f"{document.record.id!r}, found {', '.join(map(repr, found)) or 'none'}"
+        )
 
 
 def tokens_of(backbone: Backbone, document: Document) -> Tensor:
@@ -130,9 +127,10 @@ def tokens_of(backbone: Backbone, document: Document) -> Tensor:
 
 def tokens_of_memory(num_tokens: int, settings: DocumentSettings) -> int:
     """Of a document of so many tokens. Raises ConfigError: more are asked for than it has."""
-    if settings.tokens is not None and settings.tokens > num_tokens:
-        raise ConfigError(f"the document has {num_tokens} tokens, found tokens {settings.tokens} in the settings")
-    return settings.tokens or num_tokens // SHARE
+    m = settings.payload_tokens
+    if m is not None and m > num_tokens:
+        raise ConfigError(f"the document has {num_tokens} tokens, found payload_tokens {m} in the settings")
+    return m or num_tokens // SHARE
 
 
 def pieces_of(backbone: Backbone, document: Document, settings: DocumentSettings) -> list[str]:
@@ -145,9 +143,10 @@ def check_previous(backbone: Backbone, previous: Bundle | None, settings: Docume
     if previous is None:
         return
     previous.require_backbone(backbone.fingerprint, "the previous bundle")
-    if settings.tokens not in (None, previous.payload_tokens):
+    if settings.payload_tokens not in (None, previous.payload_tokens):
         raise ConfigError(
-            f"the previous bundle has {previous.payload_tokens} tokens, found tokens {settings.tokens} in the settings"
+            f"the previous bundle has {previous.payload_tokens} tokens, found payload_tokens "
+            f"{settings.payload_tokens} in the settings"
         )
     if settings.form not in ("search", previous.metadata.form):
         raise ConfigError(
@@ -169,51 +168,38 @@ def divided(studied: Sequence[Studied], seed: int) -> tuple[list[Studied], list[
     return training, held_out
 
 
+@dataclass(frozen=True)
+class StudiedQuestions:
+    """Of the self-study."""
+
+    training: Sequence[Studied]
+    validation: Sequence[Studied]
+
+
 def candidates(
     backbone: Backbone,
     token_ids: Tensor,
-    training: Sequence[Studied],
-    validation: Sequence[Studied],
+    studied: StudiedQuestions,
     settings: DocumentSettings,
     previous: Bundle | None = None,
-    checkpoint: Checkpoint | None = None,
 ) -> list[Candidate]:
     """The trainings that are begun: each form with each start, or the previous memory's, at each rate."""
+    training, validation = studied.training, studied.validation
     lessons = {each.key: each.lesson for each in (*training, *validation)}
     scorer = Distilling(backbone, lessons, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    rates = LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,)
-
-    def begun(steps: int) -> list[Candidate]:
-        trainings = []
-        for start, memory in starts(backbone, token_ids, settings, previous):
-            problem = TrainingProblem(
-                scorer,
-                memory,
-                questions_of([each.example for each in training], memory),
-                torch.zeros(len(training), 1),
-                questions_of([each.example for each in validation], memory),
-                calibrate=False,
-            )
-            recorded = RefinedSettings(
-                form=memory.form,
-                weighting=WEIGHTINGS[memory.form],
-                activation="prompt",
-                map_rank=0,
-                payload_tokens=memory.payload_keys.shape[3],
-                budget=1,
-                steps=steps,
-                batch_size=settings.batch_size,
-                patience=None,
-                precision=settings.precision,
-                seed=settings.seed,
-            )
-            trainings += [Candidate("prompt", Training(problem, recorded, rate), start) for rate in rates]
-        return trainings
-
-    all_steps = begun(settings.steps)
-    if settings.minutes is None or not settings.steps:
-        return all_steps
-    return begun(_steps_in(settings.minutes, all_steps, settings.steps, checkpoint))
+    begun = []
+    for start, memory in starts(backbone, token_ids, settings, previous):
+        problem = TrainingProblem(
+            scorer,
+            memory,
+            questions_of([each.example for each in training], memory),
+            torch.zeros(len(training), 1),
+            questions_of([each.example for each in validation], memory),
+            calibrate=False,
+        )
+        for rate in LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,):
+            begun.append(Candidate("prompt", Training(problem, settings, rate), start))
+    return begun
 
 
 def starts(
@@ -240,53 +226,32 @@ def starts(
     return found
 
 
-def _steps_in(minutes: float, begun: Sequence[Candidate], steps: int, checkpoint: Checkpoint | None) -> int:
-    """How many steps the trainings may have to last so long; the same when a run is resumed."""
-    if checkpoint is not None and (saved := checkpoint.read("steps")) is not None:
-        return int(saved[1]["steps"])
-    seconds = seconds_of_search([each.training for each in begun], RUNGS)
-    steps = max(1, min(steps, int(steps * 60 * minutes / seconds)))
-    more = f" of a search among {len(begun)}: with one --form, --start and --learning-rate there are more"
-    note(f"{minutes:g} minutes are enough for {steps} steps{more if len(begun) > 1 else ''}")
-    if checkpoint is not None:
-        checkpoint.write("steps", {}, {"steps": steps})
-    return steps
-
-
 def gate_of(
     backbone: Backbone,
-    document: Document,
-    settings: DocumentSettings,
     studied: Sequence[Studied],
     inputs: TaskInputs,
+    settings: DocumentSettings,
     *,
     progress: bool = False,
 ) -> FittedGate:
     """Fitted to the questions of the self-study. Raises ConfigError, TaskDataError: see `fit_gate`."""
     asked = [each.example for each in studied if each.kind != "continuation"]
-    return fit_gate(
-        backbone,
-        {document.name: asked or [each.example for each in studied]},
-        inputs.base,
-        background=inputs.background,
-        near_misses=inputs.near_misses,
-        progress=progress,
-        **fit_options(settings),
-    )
+    own = {document_of(inputs).name: asked or [each.example for each in studied]}
+    return fit_gate(backbone, inputs.others.of(own), GateOptions.of(settings), progress=progress)
 
 
 def bundle_of(
     backbone: Backbone,
-    document: Document,
+    inputs: TaskInputs,
     settings: DocumentSettings,
     found: Search,
     fitted: FittedGate,
-    inputs: TaskInputs,
     num_tokens: int,
 ) -> Bundle:
     """The memory that was found, behind the gate. `num_tokens`: of the document."""
+    document = document_of(inputs)
     memory = found.memory
-    counts = {"document_tokens": num_tokens, **fitted.recorded(inputs.base, inputs.background, inputs.near_misses)}
+    counts = {"document_tokens": num_tokens, **fitted.recorded}
     chosen = {"learning_rate": found.learning_rate, "form": memory.form, "start": found.start}
     calibration: dict[str, Any] = {name: getattr(memory, name) for name in ("temperature", "value_gates", "layer_bias")}
     tensors: dict[str, Any] = {name: getattr(memory, name) for name in ENTRY_AXES}
@@ -294,7 +259,7 @@ def bundle_of(
         **calibration,
         **tensors,
         backbone=backbone.fingerprint,
-        budget=settings.budget,
+        budget=1,
         parent_digest=None if inputs.previous is None else inputs.previous.digest,
         entries=(document.record,),
         weighting=memory.weighting,

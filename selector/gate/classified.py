@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot, pad
 
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.gate import RANGE, TurnMarks
@@ -22,7 +21,6 @@ from .fitting_set import GateQuestion
 from .settings import TEXT_MISSES
 from .training import MISSES, Price, near_of, price_of
 
-SHARES: Final = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the words, that a refit chooses from
 LEAST_COUNT, MOST_COUNT = 64, 256  # questions that a task counts as
 SEEN_RIGHT: Final = 0.8  # of a task's questions that were left out go to it, or the gate is said to be of no use
 OTHERS: Final = 0.05  # of everyday requests open it, at most
@@ -66,37 +64,6 @@ def classified_gate(
     return gate, _prices(left_out, labels, kinds, share), _problems(margins, labels, kinds, tasks), share
 
 
-def refitted(
-    gate: Gate, seen: Seen, questions: Sequence[GateQuestion], labels: Tensor, traffic: Tensor, misses: float | None
-) -> tuple[Gate, tuple[Price, ...], tuple[str, ...], float]:
-    """As `classified_gate`, for classifiers that stay: how much each counts is chosen again, and the threshold.
-
-    Args:
-        traffic: the evidence [m, H] of requests that need no memory, which the classifiers have not seen.
-    """
-    C, K, counts = len(gate.tasks), gate.classified, counts_of(questions)
-    odds = left_out_odds(seen, labels, counts, folds_of(questions), C)  # [n, 2, C]
-    # Its classifiers may know tasks that the gate has no more.
-    rows = gate.weights[:, :K].argmax(dim=1)  # [C]
-    of_traffic = 2 * RANGE * (traffic.view(len(traffic), 2, K)[:, :, rows] - 0.5)  # [m, 2, C]
-    odds, none = torch.cat([odds, of_traffic]), torch.full((len(traffic),), C)
-    labels, counts = torch.cat([labels, none]), torch.cat([counts, torch.ones(len(traffic))])
-    kinds = [question.kind for question in questions] + ["traffic"] * len(traffic)
-    of_words = fitted_share(odds, labels, counts)
-    found = (1 - of_words) * odds[:, 0] + of_words * odds[:, 1]  # [n + m, C]
-    share = _share_of_misses(found, labels, kinds, misses)
-    chosen = threshold(found, as_they_stand(labels, kinds, C), share)
-    margins = found - chosen
-    by_task = one_hot(rows, K)  # [C, K]
-    after = replace(
-        gate,
-        weights=2 * RANGE * torch.cat([(1 - of_words) * by_task, of_words * by_task], dim=1),
-        thresholds=torch.full((C,), RANGE + float(chosen)),
-        near=near_of(margins, labels),
-    )
-    return after, _prices(found, labels, kinds, share), _problems(margins, labels, kinds, gate.tasks), share
-
-
 def _share_of_misses(odds: Tensor, labels: Tensor, kinds: Sequence[str], misses: float | None) -> float:
     """As asked, or the least of some that keeps everyday requests out; the largest of them if none does."""
     if misses is not None:
@@ -106,16 +73,6 @@ def _share_of_misses(odds: Tensor, labels: Tensor, kinds: Sequence[str], misses:
         if float((everyday.amax(dim=1) >= threshold(odds, own, share)).float().sum()) <= USUAL_OTHERS * len(everyday):
             return share
     return USUAL_MISSES[-1]
-
-
-def fitted_share(odds: Tensor, labels: Tensor, counts: Tensor) -> float:
-    """Of the words in log-odds [n, 2, C]: what tells best, of a few."""
-
-    def loss(share: float) -> float:
-        of_both = (1 - share) * odds[:, 0] + share * odds[:, 1]
-        return float((counts * cross_entropy(pad(of_both, (0, 1)), labels, reduction="none")).sum())
-
-    return min(SHARES, key=loss)
 
 
 def folds_of(questions: Sequence[GateQuestion]) -> Tensor:

@@ -5,7 +5,7 @@ A fifth of all, with phrases of their own, is held out: thresholds are set on wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -15,6 +15,7 @@ from inducekv_vllm.backbone.turns import message
 
 from ..data.examples import Example
 from .background import Phrases, Request, everyday_requests, phrases
+from .data import GateData
 from .variations import LONG, OTHERS, STYLES, Messages, Vary, plain, text_of, with_text, wrapped
 from .wording import another_question, mentioning, other_wording, wordings
 
@@ -45,49 +46,28 @@ class GateQuestion:
     fold: int = 0  # of `FOLDS`: all that is asked in the words of one example has its fold
 
 
-def fitting_set(
-    own: Mapping[str, Sequence[Example]],
-    base: Sequence[Example],
-    *,
-    background: Sequence[Example] = (),
-    near_misses: Sequence[Example] = (),
-    pictures: bool,
-    for_classifiers: bool = False,
-    seed: int,
-) -> list[GateQuestion]:
+def fitting_set(data: GateData, *, pictures: bool, for_classifiers: bool = False, seed: int) -> list[GateQuestion]:
     """Questions of C tasks and of none, in a fixed order.
 
     Args:
-        own: examples of each task, in the order of the stream.
-        base: questions that need no memory.
-        background: other requests that need no memory, besides those of the package.
-        near_misses: requests that look like a task's and are not.
         pictures: whether the model takes pictures.
         for_classifiers: they see text alone.
     """
-    most = TEXTS if for_classifiers else OWN
-    made = _FittingSet(own, base, background, pictures, most, Random(f"gate {seed}"))
-    return [*(made.texts() if for_classifiers else made.questions()), *made.given_near_misses(near_misses)]
+    made = _FittingSet(data, pictures, TEXTS if for_classifiers else OWN, Random(f"gate {seed}"))
+    questions = made.texts() if for_classifiers else made.questions()
+    return [*questions, *made.given_near_misses(data.near_misses)]
 
 
 class _FittingSet:
-    def __init__(
-        self,
-        own: Mapping[str, Sequence[Example]],
-        base: Sequence[Example],
-        background: Sequence[Example],
-        pictures: bool,
-        most: int,
-        rng: Random,
-    ) -> None:
+    def __init__(self, data: GateData, pictures: bool, most: int, rng: Random) -> None:
         """`most` examples of a task."""
         self._rng = rng
-        self._own = {task: self._some(examples, most) for task, examples in own.items()}
-        self._base = self._some(base, BASE)
-        self._background = self._some(background, BACKGROUND)
+        self._own = {task: self._some(examples, most) for task, examples in data.own.items()}
+        self._base = self._some(data.base, BASE)
+        self._background = self._some(data.background, BACKGROUND)
         self._phrases = _parts(phrases())
         self._texts = {task: [text_of(e.messages) for e in examples] for task, examples in self._own.items()}
-        self._asked_texts = {text_of(e.messages).casefold() for examples in own.values() for e in examples}
+        self._asked_texts = {text_of(e.messages).casefold() for examples in data.own.values() for e in examples}
         self._requests = [
             request
             for request in everyday_requests()

@@ -1,25 +1,19 @@
-"""The settings of a gate's fit."""
+"""How a gate is fitted."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal, Protocol
 
 from pydantic import Field
 
 from inducekv_vllm.bundle import Gate
 
-from ..runtime.settings import Flag, Seed, Settings
+from ..runtime.settings import Flag, Settings
 
 DEFAULT_MISSES: Final = 0.0  # of a gate of prototypes
 TEXT_MISSES: Final = 0.05  # of one of classifiers, at least
 Kind = Literal["prototypes", "classifiers"]
-GateKind = Annotated[
-    Kind | None,
-    Flag(
-        "classifiers tell people's own words apart, and are for text alone; prototypes find a form with places to fill "
-        "(default: by the questions of the tasks; gate-fit: as the bundle has)"
-    ),
-]
 Misses = Annotated[
     Annotated[float, Field(ge=0, le=0.5)] | None,
     Flag(
@@ -31,18 +25,20 @@ Misses = Annotated[
 
 
 class GateSettings(Settings):
-    """Of a gate that is fitted alone. Raises `ConfigError` for values out of range."""
+    """Of `inducekv-bundle gate-fit`. Raises `ConfigError` for values out of range."""
 
-    gate_kind: GateKind = None
+    gate_kind: Annotated[
+        Kind | None,
+        Flag(
+            "classifiers tell people's own words apart, and are for text alone; prototypes find a form with places to "
+            "fill (default: as the bundle has, or by the questions)"
+        ),
+    ] = None
     gate_misses: Misses = None
-    seed: Seed = 0
 
 
 class FitsGate(Protocol):
-    """Settings that a gate is fitted with, among others."""
-
-    @property
-    def gate_kind(self) -> Kind | None: ...
+    """Settings of a recipe whose memories have a gate."""
 
     @property
     def gate_misses(self) -> float | None: ...
@@ -51,11 +47,26 @@ class FitsGate(Protocol):
     def seed(self) -> int: ...
 
 
-def fit_options(settings: FitsGate) -> dict[str, Any]:
-    """The arguments of `selector.gate.fit.fit_gate` that settings decide."""
-    return {"misses": settings.gate_misses, "seed": settings.seed, "kind": settings.gate_kind}
+@dataclass(frozen=True)
+class GateOptions:
+    """What decides a fit beside its data."""
 
+    # Share of the tasks' questions that the gate may miss, of those that it was not fitted to; None: by its kind.
+    misses: float | None = None
+    seed: int = 0
+    kind: Kind | None = None  # None: see `selector.gate.fit.suitable_kind`
+    # Whose values it looks at, ascending; None: `selector.backbone.token_values.layers_of_gate`. A request of a gate
+    # that looks at later ones waits longer for its decision, and less memory can join its pass.
+    layers: tuple[int, ...] | None = None
 
-def kind_of(gate: Gate) -> Kind:
-    """That of a gate which is fitted again, unless another is asked for."""
-    return "classifiers" if gate.classified else "prototypes"
+    @classmethod
+    def of(cls, settings: FitsGate) -> GateOptions:
+        return cls(settings.gate_misses, settings.seed)
+
+    @classmethod
+    def again(cls, settings: GateSettings, gate: Gate | None) -> GateOptions:
+        """For a gate in the place of this one, if there is one: it looks at the same layers."""
+        if gate is None:
+            return cls(settings.gate_misses, kind=settings.gate_kind)
+        kind: Kind = "classifiers" if gate.classified else "prototypes"
+        return cls(settings.gate_misses, kind=settings.gate_kind or kind, layers=gate.layers)

@@ -33,7 +33,6 @@ FLOORS: Final = (0.05, 0.9)
 SHARPNESS: Final = 10.0  # scales the log-odds, so that weights of about 1 can decide
 LEAST_ODDS: Final = 0.0  # a gate never opens where a task is less likely than none, whatever it misses
 LEAST_THRESHOLD: Final = 1e-2
-PENALTY: Final = 1e-4  # of squared weights, where they alone are fitted
 MISSES: Final = (0.0, 0.01, 0.02, 0.05, 0.1)  # of the table that is printed
 NEAR: Final = 0.97  # of what belongs to no task is less like a task than a question whose facts count
 
@@ -196,48 +195,6 @@ def _train_part(
             floors=scores.floors,
             odds=_Odds(SHARPNESS * scores.weights, softplus(scores.threshold), _all_scores(scores, tokens)),
         )
-
-
-def refit_rule(
-    evidence: Tensor,
-    labels: Sequence[int],
-    held_out: Sequence[bool],
-    kinds: Sequence[str],
-    num_tasks: int,
-    num_prototypes: int,
-    *,
-    misses: float,
-) -> tuple[Tensor, Tensor, tuple[float, ...], tuple[Price, ...]]:
-    """Weights [C, H], thresholds [C], `near` [C] and prices for prototypes that stay as they are.
-
-    Args:
-        evidence: [n, H]; the other arguments are as for `train_gate`.
-        num_prototypes: P, the last of the evidence, which the mean over the tokens has.
-    """
-    target, out, found = torch.tensor(labels), torch.tensor(held_out), evidence.double()
-    cut = found.shape[1] - num_prototypes
-    parts = [part for part in (found[:, :cut], found[:, cut:]) if part.shape[1]]
-    return _together([_fitted(part, target, ~out, num_tasks) for part in parts], target, out, kinds, misses)
-
-
-def _fitted(found: Tensor, target: Tensor, fitted: Tensor, num_tasks: int) -> _Odds:
-    """The rule for a part of the evidence [n, part of H], from the questions that are `fitted`, bool [n]."""
-    weights = torch.zeros(num_tasks, found.shape[1], dtype=torch.float64, requires_grad=True)
-    threshold = torch.full((num_tasks,), -1.0, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights, threshold], max_iter=200, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        odds = SHARPNESS * found[fitted] @ weights.T - softplus(threshold)  # [fitted questions, C]
-        loss = cross_entropy(torch.nn.functional.pad(odds, (0, 1)), target[fitted])
-        loss = loss + PENALTY * weights.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        scaled, offsets = SHARPNESS * weights, softplus(threshold)
-        return _Odds(scaled, offsets, found @ scaled.T - offsets)
 
 
 def _priced(

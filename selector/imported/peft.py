@@ -25,12 +25,11 @@ from inducekv_vllm.errors import BundleError
 from ..backbone.model import Backbone
 from .prefix import Prefix, computed, moved
 from .source import Source, sha256_of
-from .torch_file import float_tensor, read_torch_file
+from .torch_file import float_tensor
 
 OF_CACHE: Final = ("PREFIX_TUNING", "CARTRIDGE")
 OF_EMBEDDINGS: Final = ("PROMPT_TUNING", "P_TUNING")
 TENSOR: Final = "prompt_embeddings"
-PICKLED: Final = "adapter_model.bin"
 MAX_CONFIG: Final = 2**20  # bytes
 MAX_TOKENS: Final = 2**20
 
@@ -59,7 +58,7 @@ def peft_source(folder: Path) -> Source:
     path = folder / CONFIG
     try:
         config: Any = from_json(_content(path))
-        digests = [sha256_of(each) for each in (path, _weights_of(folder))]
+        digests = [sha256_of(each) for each in (path, folder / WEIGHTS)]
     except OSError as error:
         raise BundleError(f"{folder}: cannot read the adapter: {error.strerror}: {error.filename}") from error
     except ValueError as error:
@@ -99,11 +98,6 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _weights_of(folder: Path) -> Path:
-    safe, pickled = folder / WEIGHTS, folder / PICKLED
-    return pickled if pickled.exists() and not safe.exists() else safe
-
-
 def _check_kind(config: dict[str, Any], path: Path) -> None:
     kind, task = config.get("peft_type"), config.get("task_type")
     if kind not in OF_CACHE + OF_EMBEDDINGS:
@@ -135,13 +129,8 @@ def _listed(sizes: dict[str, Any]) -> str:
 
 
 def _weights(adapter: Adapter, shape: tuple[int, ...]) -> Tensor:
-    path = _weights_of(adapter.folder)
+    path = adapter.folder / WEIGHTS
     name = f"{path}: {TENSOR}"
-    if path.name == PICKLED:
-        tensors = read_torch_file(path)
-        names = list(tensors) if isinstance(tensors, dict) else [type(tensors).__name__]
-        _check_names(names, path)
-        return float_tensor(tensors[TENSOR], shape, name)
     try:
         with safe_open(str(path), framework="pt") as file:
             _check_names(list(file.keys()), path)

@@ -117,7 +117,11 @@ def iterate(problem: SelectionProblem, state: SelectionState) -> SelectionState:
     """One outer iteration: J inner steps on phi, then a projected step on w."""
     losses, settings, coverage = problem.losses, problem.settings, problem.coverage
     iteration, w = state.iteration, leaf(state.weights)
-    calibration = fit_inner(losses, settings, state, w)
+
+    def inner_loss(phi: Tensor, step: int) -> Tensor:
+        return losses.current_loss(state.weights, phi, (iteration, step))
+
+    calibration = fit(state.calibration, inner_loss, settings.inner_steps)
     batch = (iteration, settings.inner_steps)
     current = losses.current_loss(w, calibration.phi, batch).double()
     anchors = losses.anchor_loss(w, calibration.phi, batch).double() if problem.has_anchors else None
@@ -130,7 +134,6 @@ def iterate(problem: SelectionProblem, state: SelectionState) -> SelectionState:
     if problem.gamma:
         gradient = gradient + problem.gamma * coverage.gradient(state.weights)
     weights = outer_step(state.weights, gradient, settings)
-    calibration = calibration.detached()
     record = IterationRecord(
         objective=nll + problem.gamma * spread,
         current=float(current.detach()),
@@ -148,16 +151,6 @@ def iterate(problem: SelectionProblem, state: SelectionState) -> SelectionState:
         iteration=iteration + 1,
         history=(*state.history, record),
     )
-
-
-def fit_inner(losses: Losses, settings: SelectionSettings, state: SelectionState, w: Tensor) -> Calibration:
-    """phi after the iteration's J inner steps, as a function of `w` [N] where the hypergradient is unrolled."""
-    unrolled = settings.hypergradient == "unrolled"
-
-    def inner_loss(phi: Tensor, step: int) -> Tensor:
-        return losses.current_loss(w if unrolled else state.weights, phi, (state.iteration, step))
-
-    return fit(state.calibration, inner_loss, settings.inner_steps, differentiable=unrolled)
 
 
 def outer_step(weights: Tensor, gradient: Tensor, settings: SelectionSettings) -> Tensor:

@@ -1,7 +1,7 @@
 """The inner problem: fit the calibration phi to the current task (paper, Eq. inner_rewrite).
 
-Adam is written out because the hypergradient passes through its steps, and torch's works in place. Without weight decay
-it equals the paper's AdamW; a test compares it with torch's.
+Adam is written out because its state carries over between outer iterations and is kept on disk. Without weight decay it
+equals the paper's AdamW; a test compares it with torch's.
 
 Shapes: L layers.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -51,19 +51,13 @@ class Calibration:
         return value_gates(self.phi)
 
     def stepped(self, gradient: Tensor) -> Calibration:
-        """After one step of AdamW without decay along `gradient` [1 + L]; differentiable in it and in phi."""
+        """After one step of AdamW without decay along `gradient` [1 + L]."""
         steps = self.steps + 1
         mean = BETAS[0] * self.mean + (1 - BETAS[0]) * gradient
         square = BETAS[1] * self.square + (1 - BETAS[1]) * gradient**2
         corrected = square / (1 - BETAS[1] ** steps)
-        # The root's slope at 0 is infinite: without a gradient so far, none flows back.
-        positive = corrected > 0
-        root = torch.where(positive, torch.where(positive, corrected, 1.0).sqrt(), 0.0)
-        phi = self.phi - LEARNING_RATE * (mean / (1 - BETAS[0] ** steps)) / (root + ADAM_EPSILON)
+        phi = self.phi - LEARNING_RATE * (mean / (1 - BETAS[0] ** steps)) / (corrected.sqrt() + ADAM_EPSILON)
         return Calibration(phi, mean, square, steps)
-
-    def detached(self) -> Calibration:
-        return replace(self, phi=self.phi.detach(), mean=self.mean.detach(), square=self.square.detach())
 
 
 def penalty(phi: Tensor) -> Tensor:
@@ -71,23 +65,18 @@ def penalty(phi: Tensor) -> Tensor:
     return L2_PENALTY * phi.square().sum()
 
 
-def fit(
-    calibration: Calibration, loss: Callable[[Tensor, int], Tensor], steps: int, *, differentiable: bool = False
-) -> Calibration:
+def fit(calibration: Calibration, loss: Callable[[Tensor, int], Tensor], steps: int) -> Calibration:
     """`steps` steps on loss + 1e-4 |phi|^2.
 
     Args:
         loss: of phi [1 + L] and the number of the step: [], any float type.
-        differentiable: keep the graph from whatever `loss` depends on through every step to the result, for the
-            unrolled hypergradient; `loss` must then be differentiable twice.
     """
     for step in range(steps):
-        phi = calibration.phi if differentiable and calibration.phi.requires_grad else leaf(calibration.phi)
-        current = replace(calibration, phi=phi)
+        phi = leaf(calibration.phi)
         regularised = loss(phi, step).to(phi.dtype) + penalty(phi)
-        (gradient,) = torch.autograd.grad(regularised, phi, create_graph=differentiable)
-        calibration = current.stepped(gradient) if differentiable else current.detached().stepped(gradient)
-    return calibration if differentiable else calibration.detached()
+        (gradient,) = torch.autograd.grad(regularised, phi)
+        calibration = calibration.stepped(gradient)
+    return calibration
 
 
 def leaf(tensor: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 from inducekv_vllm.bundle import Bundle, EntryRecord
 
 from ..backbone.extraction import Extraction
-from ..backbone.payload_store import PayloadStore
 from ..data.examples import Example, entry_records
 
 
@@ -22,7 +21,7 @@ from ..data.examples import Example, entry_records
 class CandidatePool:
     """The pool U (paper, Algorithm 1): the previous memory's entries, then the current task's.
 
-    Previous entries come first, so that they win ties. Payloads in a store on disk are mapped; only `take` copies.
+    Previous entries come first, so that they win ties.
     """
 
     keys: Tensor  # [N, d] float32, unit norm
@@ -30,11 +29,10 @@ class CandidatePool:
     payload_values: Tensor  # [L, N, J, m, D] float16
     records: tuple[EntryRecord, ...]  # [N]
     num_previous: int
-    store: PayloadStore | None = None  # whose files the payloads map
 
     @classmethod
     def join(cls, previous: Bundle | None, current: Extraction, examples: Sequence[Example]) -> CandidatePool:
-        """`current` holds the entries of `examples` in float16; its store, if any, holds those of `previous` too."""
+        """`current` holds the entries of `examples` in float16."""
         records = entry_records(examples)
         # A bundle rounds its keys; round the pool's the same way.
         keys = current.keys.half().float()
@@ -42,9 +40,6 @@ class CandidatePool:
         if previous is not None:
             keys = torch.cat([previous.retrieval_keys.float(), keys])
             records, num_previous = previous.metadata.entries + records, previous.num_entries
-        if current.store is not None:
-            assert current.store.num_previous == num_previous
-            return cls(keys, *current.store.mapped(), records, num_previous, current.store)
         payload_keys, payload_values = current.payload_keys, current.payload_values
         if previous is not None:
             payload_keys = torch.cat([previous.payload_keys, payload_keys], dim=1)
@@ -56,14 +51,10 @@ class CandidatePool:
 
     def take(self, rows: Tensor) -> CandidatePool:
         """The candidates `rows` [K] int64, in increasing order, with copies of their payloads."""
-        if self.store is not None:
-            payload_keys, payload_values = self.store.read(rows)
-        else:
-            payload_keys, payload_values = self.payload_keys[:, rows], self.payload_values[:, rows]
         return CandidatePool(
             self.keys[rows],
-            payload_keys,
-            payload_values,
+            self.payload_keys[:, rows],
+            self.payload_values[:, rows],
             tuple(self.records[row] for row in rows.tolist()),
             int((rows < self.num_previous).sum()),
         )

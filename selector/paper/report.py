@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backbone.injection import TensorMemory
 from ..backbone.scoring import Questions
 from ..update.inputs import TaskInputs
-from ..update.measures import calibration_report, composition, diversity, memory_bytes
+from ..update.measures import calibration_report, composition, logdet, memory_bytes
 from ..update.settings import PAPER
 from .bilevel import SelectionResult
 from .objective import Objective, log_prior
@@ -62,9 +62,9 @@ def report_update(
         "rounding": rounding(state.weights, selected)
         | {"retrieval_divergence_nats": retrieval_divergence(log_alpha.exp(), alpha, selected)},
         "diversity": {
-            "selected": diversity(bundle.retrieval_keys.float()),
-            "random": diversity(pool.keys[torch.from_numpy(np.sort(random_rows))]),
-            "selected_with_gamma_0": without_coverage and diversity(without_coverage.bundle.retrieval_keys.float()),
+            "selected": logdet(bundle.retrieval_keys.float()),
+            "random": logdet(pool.keys[torch.from_numpy(np.sort(random_rows))]),
+            "selected_with_gamma_0": without_coverage and logdet(without_coverage.bundle.retrieval_keys.float()),
         },
         "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},
         "memory_bytes": memory_bytes(bundle),

@@ -11,9 +11,7 @@ from inducekv_vllm.retrieval.entry_terms import MergedWeighting
 
 from ..runtime.settings import Flag, Seed, Settings
 
-Hypergradient = Literal["alternating", "unrolled"]
 StepRule = Literal["plain", "normalized"]
-ShortlistPolicy = Literal["nearest", "random"]
 
 
 class SelectionSettings(Settings):
@@ -23,10 +21,8 @@ class SelectionSettings(Settings):
     iterations: Annotated[int, Field(ge=0), Flag("outer steps")] = 100  # I
     inner_steps: Annotated[int, Field(ge=0), Flag("calibration steps before each outer step")] = 10  # J
     outer_step: Annotated[float, Field(gt=0)] = 0.1
-    # "unrolled" differentiates through the iteration's own inner steps; "alternating" treats phi as a constant.
-    hypergradient: Annotated[Hypergradient, Flag("how the calibration depends on the weights")] = "alternating"
     # "normalized" moves no weight by more than `outer_step` times the uniform weight B / N in an iteration.
-    step_rule: Annotated[StepRule, Flag("plain is the paper's")] = "plain"
+    step_rule: StepRule = "plain"  # the paper's
 
 
 class PaperSettings(SelectionSettings):
@@ -42,11 +38,6 @@ class PaperSettings(SelectionSettings):
         float | None, Field(ge=0), Flag("weight of the coverage term; as the previous bundle has it, else searched")
     ] = None
     # Keep this many times B of the current task's candidates; None: all of them.
-    shortlist: Annotated[
-        int | None,
-        Field(ge=1),
-        Flag("keep TIMES the budget of candidates", metavar="TIMES", none_flag="full-pool"),
-    ] = 8
-    shortlist_policy: Annotated[ShortlistPolicy, Flag("random is the control")] = "nearest"
+    shortlist: Annotated[int | None, Field(ge=1)] = 8
     batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 8
     seed: Seed = 0

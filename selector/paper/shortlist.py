@@ -42,14 +42,6 @@ def nearest(keys: Tensor, queries: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.sort(candidates[first]).astype(np.int64))
 
 
-def at_random(num_candidates: int, count: int, seed: int) -> Tensor:
-    """The control: `count` of N candidates, uniformly: [min(M, N)] int64, increasing."""
-    if count >= num_candidates:
-        return torch.arange(num_candidates)
-    chosen = np.random.default_rng((seed, 3)).choice(num_candidates, count, replace=False)
-    return torch.from_numpy(np.sort(chosen).astype(np.int64))
-
-
 def query_rows(num_questions: int, seed: int) -> list[int]:
     """The questions whose keys rank the candidates: all, or 256 without replacement."""
     if num_questions <= QUERIES:

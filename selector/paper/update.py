@@ -5,7 +5,6 @@ Shapes: N candidates, B budget, d hidden size.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Final
@@ -18,15 +17,13 @@ from inducekv_vllm.errors import ConfigError
 from ..backbone.extraction import Extraction, extract, extract_keys
 from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone
-from ..backbone.payload_store import PayloadStore
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
-from ..runtime.checkpoint import Checkpoint
-from ..runtime.phases import Phases
 from ..runtime.progress import progress_bar
+from ..runtime.running import ALONE, Run
 from ..update.coverage import Coverage
-from ..update.inputs import TaskInputs, check_inputs
+from ..update.inputs import TaskInputs, check_fit
 from ..update.result import UpdateResult
 from ..update.settings import PAPER
 from .bilevel import SelectionProblem, SelectionResult, SelectionState, load_state, save_state, select
@@ -35,67 +32,48 @@ from .candidate_pool import CandidatePool
 from .objective import Objective
 from .report import report_update
 from .settings import PaperSettings
-from .shortlist import at_random, nearest, query_rows
+from .shortlist import nearest, query_rows
 
 # The grid of the paper's "Implementation Details", searched on the first task.
 BETAS: Final = (0.1, 0.3, 0.5, 1.0)
 GAMMAS: Final = (0.0, 0.05, 0.1, 0.3)
 
 
-def update_paper(
-    backbone: Backbone,
-    inputs: TaskInputs,
-    settings: PaperSettings,
-    checkpoint: Checkpoint | None = None,
-    *,
-    progress: bool = False,
-) -> UpdateResult:
-    """Select the next memory; the same inputs and settings give the same digest, interrupted or not.
-
-    Args:
-        checkpoint: keeps the progress, and the candidates' payloads in its folder; None: nothing is kept, and the
-            payloads are in main memory.
-
-    Raises:
-        TaskDataError: an example has no answer, is too long for the model or already in the memory, or a loss is not
-            finite.
-        BundleError, FingerprintMismatch: the previous memory does not fit the model or the payload size.
-        ConfigError: the settings contradict the previous memory, or there is nothing to search beta and gamma with.
-    """
-    phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    with phases.phase("check"):
-        pairs = grid(inputs, settings)
-        backbone.require_full_attention()
-        check_inputs(scorer, inputs, settings, PAPER, progress=progress)
-    with phases.phase("extract"):
-        extraction = extract(
-            backbone,
-            inputs.training,
-            settings.payload_tokens,
-            batch_size=settings.batch_size,
-            payload_dtype=torch.float16,
-            store=None if checkpoint is None else _open_store(backbone, inputs, settings, checkpoint),
-            progress=progress,
-        )
-        validation = _questions(backbone, inputs.validation, settings, progress)
-        anchors = _questions(backbone, inputs.anchors, settings, progress)
-    with phases.phase("shortlist"):
-        objective = Objective(
-            scorer=scorer,
-            pool=_candidate_pool(inputs, extraction, settings),
-            current=Questions(inputs.training, extraction.keys),
-            anchors=anchors,
-            budget=settings.budget,
-            weighting=settings.weighting,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-        )
-    with phases.phase("select"):
-        results = _select_all(inputs, objective, validation, settings, pairs, checkpoint, progress)
+def update_paper(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings, run: Run = ALONE) -> UpdateResult:
+    """Select the next memory. Raises as `Recipe.update` does."""
+    scorer, pairs = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size), grid(inputs, settings)
+    check_model(scorer, inputs, settings, run.progress)
+    extraction = extract(
+        backbone,
+        inputs.training,
+        settings.payload_tokens,
+        batch_size=settings.batch_size,
+        payload_dtype=torch.float16,
+        progress=run.progress,
+    )
+    validation = _questions(backbone, inputs.validation, settings, run.progress)
+    anchors = _questions(backbone, inputs.anchors, settings, run.progress)
+    objective = Objective(
+        scorer=scorer,
+        pool=_candidate_pool(inputs, extraction, settings),
+        current=Questions(inputs.training, extraction.keys),
+        anchors=anchors,
+        budget=settings.budget,
+        weighting=settings.weighting,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    results = _select_all(inputs, objective, validation, settings, pairs, run)
     best = min(results, key=lambda result: result.validation_loss or 0.0)  # on a tie, the first of the grid
-    with phases.phase("measure"), tiled_attention(backbone):
+    with tiled_attention(backbone):
         report = report_update(inputs, objective, validation, settings.seed, results, best)
-    return UpdateResult(best.bundle, report | {"phases": phases.records}, extraction.keys)
+    return UpdateResult(best.bundle, report)
+
+
+def check_model(scorer: Scorer, inputs: TaskInputs, settings: PaperSettings, progress: bool = False) -> None:
+    """The checks that need the model. Raises as `Recipe.update` does."""
+    scorer.backbone.require_full_attention()
+    check_fit(scorer, inputs, settings.budget, settings.payload_tokens, progress)
 
 
 def grid(inputs: TaskInputs, settings: PaperSettings) -> list[tuple[float, float]]:
@@ -120,14 +98,6 @@ def grid(inputs: TaskInputs, settings: PaperSettings) -> list[tuple[float, float
     return pairs
 
 
-def _open_store(
-    backbone: Backbone, inputs: TaskInputs, settings: PaperSettings, checkpoint: Checkpoint
-) -> PayloadStore:
-    count = len(inputs.training) + (inputs.previous.num_entries if inputs.previous is not None else 0)
-    shape = (backbone.num_layers, count, backbone.num_kv_heads, settings.payload_tokens, backbone.head_dim)
-    return PayloadStore.open(checkpoint.folder / "pool", shape, inputs.previous)
-
-
 def _questions(backbone: Backbone, examples: Sequence[Example], settings: PaperSettings, progress: bool) -> Questions:
     if not examples:
         return Questions((), torch.empty(0, backbone.hidden_size))
@@ -140,10 +110,7 @@ def _candidate_pool(inputs: TaskInputs, extraction: Extraction, settings: PaperS
     if settings.shortlist is None:
         return pool
     current, count = pool.keys[pool.num_previous :], settings.shortlist * settings.budget
-    if settings.shortlist_policy == "random":
-        rows = at_random(len(current), count, settings.seed)
-    else:
-        rows = nearest(current, extraction.keys[query_rows(len(current), settings.seed)], count)
+    rows = nearest(current, extraction.keys[query_rows(len(current), settings.seed)], count)
     return pool.take(torch.cat([torch.arange(pool.num_previous), pool.num_previous + rows]))
 
 
@@ -153,36 +120,29 @@ def _select_all(
     validation: Questions,
     settings: PaperSettings,
     pairs: Sequence[tuple[float, float]],
-    checkpoint: Checkpoint | None,
-    progress: bool,
+    run: Run,
 ) -> list[SelectionResult]:
     """Optimise and round for every pair, resuming from the checkpoint."""
     backbone = objective.scorer.backbone
     coverage = Coverage.of_keys(objective.pool.keys, settings.budget)
-    # Tiles are differentiable once; the unrolled hypergradient needs the reference.
-    unrolled = settings.hypergradient == "unrolled"
     results = []
-    with progress_bar("Selecting entries", len(pairs) * settings.iterations, progress) as advance:
+    with progress_bar("Selecting entries", len(pairs) * settings.iterations, run.progress) as advance:
         for number, (beta, gamma) in enumerate(pairs):
             name = f"beta-{beta}-gamma-{gamma}"
-            state = load_state(checkpoint, name) or SelectionState.initial(
+            state = load_state(run.checkpoint, name) or SelectionState.initial(
                 len(objective.pool), settings.budget, Calibration.initial(backbone.num_layers)
             )
 
             def save(state: SelectionState, name: str = name, done: int = number * settings.iterations) -> None:
-                save_state(checkpoint, name, state)
+                save_state(run.checkpoint, name, state)
                 advance(done + state.iteration, f"J {state.history[-1].objective:.4f}")
 
-            with contextlib.nullcontext() if unrolled else tiled_attention(backbone):
+            with tiled_attention(backbone):
                 problem = SelectionProblem(objective, coverage, settings, beta, gamma, len(objective.anchors) > 0)
                 state = select(problem, state, after_iteration=save)
-            bundle = _round(inputs, objective, settings, beta, gamma, state)
-            with tiled_attention(backbone):
-                loss = (
-                    objective.scorer.mean_loss(validation, TensorMemory.from_bundle(bundle))
-                    if len(validation)
-                    else None
-                )
+                bundle = _round(inputs, objective, settings, beta, gamma, state)
+                memory = TensorMemory.from_bundle(bundle)
+                loss = objective.scorer.mean_loss(validation, memory) if len(validation) else None
             results.append(SelectionResult(beta, gamma, state, bundle, loss))
     return results
 

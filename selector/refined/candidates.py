@@ -26,9 +26,8 @@ from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
 
 from ..backbone.injection import TensorMemory
 from ..backbone.scoring import Questions, Scorer
-from ..runtime.callback import Callback
-from ..runtime.checkpoint import Checkpoint
 from ..runtime.progress import progress_bar
+from ..runtime.running import ALONE, Run
 from .duration import announce
 from .settings import RefinedSettings
 from .training import StepRecord, Training, TrainingProblem, train
@@ -94,9 +93,7 @@ def search(
     problem: TrainingProblem,
     settings: RefinedSettings,
     gate_layer: int,
-    checkpoint: Checkpoint | None,
-    progress: bool,
-    callbacks: Sequence[Callback] = (),
+    run: Run,
 ) -> Search:
     """Begin with every activation and learning rate, and finish the best; a training that diverges is left out.
 
@@ -106,25 +103,23 @@ def search(
     Raises:
         TaskDataError, BundleError: all of them diverge.
     """
-    return best_of(every_candidate(problem, settings, gate_layer), checkpoint, progress, callbacks)
+    return best_of(every_candidate(problem, settings, gate_layer), run)
 
 
-def best_of(
-    begun: Sequence[Candidate], checkpoint: Checkpoint | None, progress: bool, callbacks: Sequence[Callback] = ()
-) -> Search:
+def best_of(begun: Sequence[Candidate], run: Run = ALONE) -> Search:
     """Begin with all of them, and finish the best. Raises as `search` does."""
     ranking = list(begun)  # the best first, once they are compared
     problem, settings = ranking[0].training.problem, ranking[0].training.settings
-    announce([candidate.training for candidate in ranking], RUNGS, progress)
+    announce([candidate.training for candidate in ranking], RUNGS, run.progress)
     diverged: list[InduceKVError] = []
     running, within = len(ranking), AS_GOOD_ON_A_HYBRID if problem.scorer.backbone.has_states else AS_GOOD
     for share, kept in RUNGS:
         if running > kept:
-            step, compared = rung_step(share, settings), list[Candidate]()
+            step, compared = math.ceil(share * settings.steps), list[Candidate]()
             for candidate in ranking[:running]:
                 with _noted(diverged):
-                    _train(candidate, step, checkpoint, progress, callbacks)
-                    losses = candidate.training.compare(step, checkpoint, candidate.name)
+                    _train(candidate, step, run)
+                    losses = candidate.training.compare(step, run.checkpoint, candidate.name)
                     compared.append(replace(candidate, losses=losses))
             order = best_first([each.losses for each in compared], [each.lateness for each in compared], within)
             ranking, running = [compared[row] for row in order] + ranking[running:], kept
@@ -134,7 +129,7 @@ def best_of(
                 activation=candidate.activation,
                 first_layer=candidate.first_layer,
                 learning_rate=candidate.training.learning_rate,
-                memory=_train(candidate, settings.steps, checkpoint, progress, callbacks),
+                memory=_train(candidate, settings.steps, run),
                 history=tuple(candidate.training.history),
                 begun=tuple(ranking),
                 start=candidate.start,
@@ -172,10 +167,6 @@ def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]], wi
     return sorted(rows, key=place)
 
 
-def rung_step(share: float, settings: RefinedSettings) -> int:
-    return math.ceil(share * settings.steps)
-
-
 def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_layer: int) -> list[Candidate]:
     rates = LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,)
     return [
@@ -211,20 +202,18 @@ def active_from(scorer: Scorer, questions: Questions, activation: Activation) ->
     return replace(questions, first_active=first)
 
 
-def _train(
-    candidate: Candidate, step: int, checkpoint: Checkpoint | None, progress: bool, callbacks: Sequence[Callback]
-) -> TensorMemory:
+def _train(candidate: Candidate, step: int, run: Run) -> TensorMemory:
     """Up to that step. Raises TaskDataError, BundleError: it diverges."""
-    with progress_bar(f"Training, {candidate.title}, to step {step}", step, progress) as advance:
+    with progress_bar(f"Training, {candidate.title}, to step {step}", step, run.progress) as advance:
 
         def after_step(training: Training) -> None:
             advance(training.step, progress_text(training))
-            for callback in callbacks:
+            for callback in run.callbacks:
                 callback.on_step(candidate.title, training.step, training.history[-1].current)
                 if training.checked_at == training.step:
                     callback.on_check(candidate.title, training.step, training.checks[-1])
 
-        return train(candidate.training, checkpoint, candidate.name, after_step, until=step)
+        return train(candidate.training, run.checkpoint, candidate.name, after_step, until=step)
 
 
 def progress_text(training: Training) -> str:

@@ -1,4 +1,4 @@
-"""What the refined recipe can refuse before a model is loaded, and which task it is about."""
+"""What the refined recipe refuses before it computes anything, and which task it is about."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
+from ..backbone.scoring import Scorer
 from ..data.examples import Example
-from ..update.inputs import TaskInputs
+from ..update.inputs import TaskInputs, check_fit
 from ..update.settings import REFINED
+from .entries import number_of_entries, settings_for
 from .settings import RefinedSettings
 
 
@@ -64,6 +66,17 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
             raise ConfigError("the activation is searched on validation examples, and there are none: give it, or some")
 
 
+def check_model(
+    scorer: Scorer, inputs: TaskInputs, settings: RefinedSettings, progress: bool = False
+) -> RefinedSettings:
+    """The checks that need the model; the settings as they are for it. Raises as `RefinedRecipe.update` does."""
+    settings = settings_for(scorer.backbone, settings)
+    if settings.form == "merged":
+        scorer.backbone.require_full_attention()
+    check_fit(scorer, inputs, settings.budget, settings.payload_tokens, progress)
+    return settings
+
+
 def own_questions(inputs: TaskInputs) -> dict[str, list[Example]]:
     """What the gate takes for questions of each task: anchors of the earlier ones, all examples of the new one."""
     earlier = {task: [anchor for anchor in inputs.anchors if anchor.task == task] for task in inputs.earlier_tasks}
@@ -80,15 +93,3 @@ def new_task(examples: Sequence[Example]) -> str:
     if len(names) > 1:
         raise TaskDataError(f"the refined recipe takes one task at a time, found {', '.join(map(repr, names))}")
     return names[0]
-
-
-def number_of_entries(inputs: TaskInputs, settings: RefinedSettings) -> int:
-    """Of the new task. Raises ConfigError: the budget does not hold as many beside those of the earlier tasks."""
-    count = min(settings.entries_per_task, len(inputs.training))
-    earlier = sum(inputs.entries_by_task.values())
-    if earlier + count > settings.budget:
-        raise ConfigError(
-            f"the budget of {settings.budget} entries does not hold {count} of a new task beside {earlier} of the "
-            "earlier ones: give a larger --budget, or take tasks out with `inducekv-bundle forget`"
-        )
-    return count

@@ -11,8 +11,7 @@ from typing import Final
 from inducekv_vllm.errors import BundleError, TaskDataError
 
 from ..runtime.progress import note
-from .settings import RefinedSettings
-from .training import Training, TrainingProblem
+from .training import Training, TrainingProblem, TrainingSettings
 
 TIMED_RATE: Final = 0.1  # of steps that are not kept
 
@@ -50,7 +49,7 @@ def shares_of_steps(trainings: int, rungs: Sequence[tuple[float, int]]) -> list[
     return shares
 
 
-def seconds_of_step(problem: TrainingProblem, settings: RefinedSettings) -> float:
+def seconds_of_step(problem: TrainingProblem, settings: TrainingSettings) -> float:
     """Of the second of two equal steps: the first one also computes what later steps find in the caches."""
     seconds = 0.0
     for _ in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,25 +13,23 @@ from inducekv_vllm.errors import ConfigError
 from ..backbone.extraction import extract
 from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone
-from ..data.choice import pick
+from ..data.choice import some_rows
 from ..data.examples import entry_records
 from ..update.inputs import TaskInputs
 from ..update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
-from .checks import number_of_entries
 from .settings import RefinedSettings
 
 
 def initial_entries(
-    backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings, keys: Tensor
+    backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings
 ) -> tuple[TensorMemory, tuple[EntryRecord, ...]]:
-    """The new task's K entries as extracted, in float32; `keys` [n, d] are the training examples'.
+    """The new task's K entries as extracted, in float32.
 
     New values of decoupled memory are 0, so that untrained entries change nothing (LLaMA-Adapter, arXiv 2303.16199).
     So are the outer halves of maps; the inner ones are drawn from N(0, 1 / width). Calibration is that of the previous
     memory, if there is one.
     """
-    rng = np.random.default_rng((settings.seed, 6))
-    rows = pick(len(inputs.training), number_of_entries(inputs, settings), settings.entry_policy, rng, keys)
+    rows = some_rows(len(inputs.training), number_of_entries(inputs, settings), (settings.seed, 6))
     examples = [inputs.training[row] for row in rows]
     extraction = extract(backbone, examples, settings.payload_tokens, batch_size=settings.batch_size)
     decoupled = settings.form == "decoupled"
@@ -56,6 +53,18 @@ def initial_entries(
         map_out=map_out,
     )
     return memory, entry_records(examples)
+
+
+def number_of_entries(inputs: TaskInputs, settings: RefinedSettings) -> int:
+    """Of the new task. Raises ConfigError: the budget does not hold as many beside those of the earlier tasks."""
+    count = min(settings.entries_per_task, len(inputs.training))
+    earlier = sum(inputs.entries_by_task.values())
+    if earlier + count > settings.budget:
+        raise ConfigError(
+            f"the budget of {settings.budget} entries does not hold {count} of a new task beside {earlier} of the "
+            "earlier ones: give a larger --budget, or take tasks out with `inducekv-bundle forget`"
+        )
+    return count
 
 
 def initial_maps(

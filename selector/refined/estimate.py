@@ -16,7 +16,7 @@ from ..backbone.token_values import layers_of_gate
 from ..update.inputs import TaskInputs
 from .candidates import RUNGS, every_candidate
 from .duration import seconds_of_search
-from .entries import initial_entries, settings_for
+from .entries import initial_entries
 from .settings import RefinedSettings
 from .training import TrainingProblem, log_prior
 
@@ -38,14 +38,13 @@ def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) 
         Questions(examples, extract_keys(backbone, examples, batch_size=settings.batch_size))
         for examples in (inputs.training, inputs.validation)
     )
-    settings = settings_for(backbone, settings)
-    entries, records = initial_entries(backbone, inputs, settings, training.keys)
+    entries, records = initial_entries(backbone, inputs, settings)
     parts = (entries.retrieval_keys, entries.payload_keys, entries.payload_values, entries.map_in, entries.map_out)
     numbers = sum(part.numel() for part in parts if part is not None)
     calibrate = settings.form == "merged" and inputs.previous is None
     with tiled_attention(backbone), torch.random.fork_rng():
         problem = TrainingProblem(scorer, entries, training, log_prior(inputs.training, records), validation, calibrate)
-        candidates = every_candidate(problem, settings, layers_of_gate(backbone.num_layers)[-1])
+        candidates = every_candidate(problem, settings, layers_of_gate(backbone)[-1])
         seconds = seconds_of_search([each.training for each in candidates], RUNGS) if settings.steps else 0.0
     without_tails = backbone.has_states and not any(scorer.exact_tails.values())
     return Estimate(FLOAT16_BYTES * numbers, len(candidates), seconds, without_tails)

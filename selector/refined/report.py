@@ -13,7 +13,7 @@ from ..backbone.scoring import Questions, Scorer
 from ..gate.fit import FittedGate
 from ..update.answers import MOST_BASE, answers_of, shares, some
 from ..update.inputs import TaskInputs
-from ..update.measures import calibration_report, composition, diversity, memory_bytes
+from ..update.measures import calibration_report, composition, memory_bytes
 from ..update.settings import REFINED
 from .candidates import Candidate, Search
 
@@ -42,8 +42,8 @@ def report_update(
             "from_previous": sum(inputs.entries_by_task.values()),
             "validation_examples": len(inputs.validation),
             "anchors": len(inputs.anchors),
-            "base_questions": len(inputs.base),
-            "background_requests": len(inputs.background),
+            "base_questions": len(inputs.others.base),
+            "background_requests": len(inputs.others.background),
         },
         "refinement": {"history": [asdict(record) for record in found.history] if found is not None else []},
         "activation": {
@@ -52,7 +52,6 @@ def report_update(
             "search": [] if found is None else [_of_candidate(each) for each in found.begun if len(each.losses)],
         },
         "calibration": calibration_report(bundle),
-        "diversity": {"selected": diversity(bundle.retrieval_keys.float())},
         "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},
         "gate": {
             "tasks": list(fitted.gate.tasks),
@@ -77,8 +76,8 @@ def report_update(
         (_, most), *_ = Counter(example.answer for example in inputs.validation).most_common(1)
         guessing = {"most_frequent_answer": most / len(inputs.validation)}
         report |= {"validation_accuracy": shares(answers) | guessing, "answers": some(answers)}
-    if inputs.base:
-        asked = inputs.base[:MOST_BASE]
+    if inputs.others.base:
+        asked = inputs.others.base[:MOST_BASE]
         answers = answers_of(with_bundle, without, asked, progress=progress)
         report["base_accuracy"] = shares(answers) | {"questions": len(asked)}
     return report
@@ -98,7 +97,11 @@ def _of_candidate(candidate: Candidate) -> dict[str, Any]:
 def _openings(model: BundledModel, bundle: Bundle, inputs: TaskInputs) -> list[dict[str, Any]]:
     """How often the gate opens, by task and kind of question; the gate was fitted to all of them."""
     rates = []
-    for split, examples in (("validation", inputs.validation), ("anchors", inputs.anchors), ("base", inputs.base)):
+    for split, examples in (
+        ("validation", inputs.validation),
+        ("anchors", inputs.anchors),
+        ("base", inputs.others.base),
+    ):
         for task in dict.fromkeys(example.task for example in examples):
             asked = [example for example in examples if example.task == task]
             shares = openings(bundle, task, model.evidence(asked))

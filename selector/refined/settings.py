@@ -12,8 +12,7 @@ from inducekv_vllm.bundle.activation import Activation
 from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.retrieval.entry_terms import Form
 
-from ..data.choice import Policy
-from ..gate.settings import GateKind, Misses
+from ..gate.settings import Misses
 from ..runtime.cpu import has_bfloat16
 from ..runtime.settings import Flag, Seed, Settings
 
@@ -57,18 +56,13 @@ class RefinedSettings(Settings):
     # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
     map_rank: Annotated[int, Field(ge=0, lt=2**31), Flag("rank of an entry's map of the attention output; 0: none")] = 8
     facts: Annotated[FactsChoice, Flag("keep examples as facts, alone or beside memory, as validation says")] = "search"
-    gate_kind: GateKind = None
     gate_misses: Misses = None
     entries_per_task: Annotated[int, Field(ge=1), Flag("of the budget, which must hold them")] = 1
-    entry_policy: Annotated[Policy, Flag("which examples the entries start from")] = "random"
     steps: Annotated[int, Field(ge=0), Flag("training steps, at most")] = 200
     batch_size: Annotated[int, Field(ge=1), Flag("examples per step")] = 4
     # Every 25 steps the validation loss is measured, and the best state is kept. None: all steps, and the last state.
-    patience: Annotated[
-        int | None,
-        Field(ge=1),
-        Flag("end a training after so many checks of 25 steps that gain nothing on validation", none_flag="all-steps"),
-    ] = 3
+    # A training ends after so many checks that gain nothing.
+    patience: Annotated[int | None, Field(ge=1)] = 3
     # Muon's, of the payloads; it falls along a cosine. None: searched on the validation examples.
     learning_rate: Annotated[float | None, Field(gt=0), Flag("of the payloads (default: searched on validation)")] = (
         None

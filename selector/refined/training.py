@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
 from ..update.parametrization import temperature, value_gates
 from .muon import Muon
-from .settings import RefinedSettings
+from .settings import Precision
 
 CALIBRATION_RATE: Final = 0.03
 MAX_GRADIENT_NORM: Final = 1.0  # of all payloads together
@@ -53,6 +53,25 @@ class TrainingProblem:
     validation: Questions
     calibrate: bool  # train temperature, gates and layer bias too
     first_layer: int = 0  # entries of decoupled memory stay without effect in the layers before it
+
+
+class TrainingSettings(Protocol):
+    """Those of a recipe that trains."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def patience(self) -> int | None: ...  # checks that may pass without a gain; None: any number
+
+    @property
+    def precision(self) -> Precision: ...  # of matrix products
+
+    @property
+    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,7 @@ def is_done(losses: Sequence[float], patience: int | None) -> bool:
 class Training:
     """Parameters and optimisers of one training run."""
 
-    def __init__(self, problem: TrainingProblem, settings: RefinedSettings, learning_rate: float) -> None:
+    def __init__(self, problem: TrainingProblem, settings: TrainingSettings, learning_rate: float) -> None:
         self.problem, self.settings, self.learning_rate = problem, settings, learning_rate
         self.parameters = _initial_parameters(problem)
         for name, parameter in self.parameters.items():
@@ -257,7 +276,7 @@ class Training:
             raise checkpoint.damaged(name, error) from error
 
 
-def step_loss(problem: TrainingProblem, settings: RefinedSettings, memory: TensorMemory, step: int) -> Tensor:
+def step_loss(problem: TrainingProblem, settings: TrainingSettings, memory: TensorMemory, step: int) -> Tensor:
     """Mean NLL of `memory` on the batch of step number `step`: []."""
     questions, device = problem.training, problem.scorer.backbone.device.type
     rows = batch_rows(len(questions), settings.batch_size, settings.seed, (2, step))

@@ -10,7 +10,6 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from inducekv_vllm.bundle import ENTRY_AXES, Bundle, EntryRecord
@@ -20,88 +19,50 @@ from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..gate.fit import FittedGate, fit_gate
-from ..gate.settings import fit_options
-from ..runtime.callback import Callback
-from ..runtime.checkpoint import Checkpoint
-from ..runtime.phases import Phases
+from ..gate.settings import GateOptions
+from ..runtime.running import ALONE, Run
 from ..update.facts import facts_that_suffice, with_facts_that_help
-from ..update.inputs import TaskInputs, check_inputs
+from ..update.inputs import TaskInputs
 from ..update.result import UpdateResult
 from ..update.settings import REFINED
 from .candidates import Search, search
-from .checks import check_tasks, own_questions
-from .entries import initial_entries, settings_for
+from .checks import check_model, own_questions
+from .entries import initial_entries
 from .report import report_update
 from .settings import RefinedSettings
 from .training import TrainingProblem, log_prior
 
 
-def update_refined(
-    backbone: Backbone,
-    inputs: TaskInputs,
-    settings: RefinedSettings,
-    checkpoint: Checkpoint | None = None,
-    *,
-    progress: bool = False,
-    callbacks: Sequence[Callback] = (),
-) -> UpdateResult:
-    """Choose, train and gate; the same inputs and settings give the same digest, interrupted or not.
-
-    Args:
-        checkpoint: keeps the progress; None: nothing is kept.
-        callbacks: are told of each step.
-
-    Raises:
-        TaskDataError: an example is too long for the model or already in the memory, or a loss is not finite.
-        BundleError, FingerprintMismatch: the previous memory does not fit the model, the payload size or the recipe.
-        ConfigError: the settings contradict the model or the previous memory, there is nothing to search with, or no
-            gate can tell the tasks from each other or from everyday requests.
-    """
-    phases, scorer = Phases(checkpoint), Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
-    with phases.phase("check"):
-        check_tasks(inputs, settings)
-        settings = settings_for(backbone, settings)
-        if settings.form == "merged":
-            backbone.require_full_attention()
-        check_inputs(scorer, inputs, settings, REFINED, progress)
-    with phases.phase("extract"):
-        options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": progress}
-        training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
-        validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
-        entries, records = initial_entries(backbone, inputs, settings, training.keys)
-    with phases.phase("gate"):
-        fitted = fit_gate(
-            backbone,
-            own_questions(inputs),
-            inputs.base,
-            background=inputs.background,
-            near_misses=inputs.near_misses,
-            progress=progress,
-            **fit_options(settings),
-        )
-    counts = {"anchors": len(inputs.anchors), **fitted.recorded(inputs.base, inputs.background, inputs.near_misses)}
+def update_refined(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings, run: Run = ALONE) -> UpdateResult:
+    """Choose, train and gate what `checks.check_tasks` has let through. Raises as `Recipe.update` does."""
+    scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
+    settings = check_model(scorer, inputs, settings, run.progress)
+    options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": run.progress}
+    training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
+    validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
+    entries, records = initial_entries(backbone, inputs, settings)
+    questions = inputs.others.of(own_questions(inputs))
+    fitted = fit_gate(backbone, questions, GateOptions.of(settings), progress=run.progress)
+    counts = {"anchors": len(inputs.anchors), **fitted.recorded}
     bundle, facts = None, dict[str, Any]()
     found: Search | None = None
-    if settings.facts == "search" and settings.form == "decoupled":
-        with phases.phase("facts alone"), tiled_attention(backbone):
+    with tiled_attention(backbone):
+        if settings.facts == "search" and settings.form == "decoupled":
             recorded = settings.model_dump() | counts
             bundle, facts = facts_that_suffice(inputs, fitted.gate, recorded, validation, scorer)
-    if bundle is None:
-        with phases.phase("refine"), tiled_attention(backbone):
+        if bundle is None:
             calibrate = settings.form == "merged" and inputs.previous is None
             prior = log_prior(inputs.training, records)
             problem = TrainingProblem(scorer, entries, training, prior, validation, calibrate)
-            found = search(problem, settings, fitted.gate.layers[-1], checkpoint, progress, callbacks)
+            found = search(problem, settings, fitted.gate.layers[-1], run)
             bundle = _bundle(backbone, inputs.previous, settings, found, records, fitted, counts)
-        with phases.phase("facts"), tiled_attention(backbone):
             if settings.facts == "search":
                 bundle, facts = with_facts_that_help(bundle, inputs.training, validation, scorer)
-    with phases.phase("measure"), tiled_attention(backbone):
-        report = report_update(scorer, inputs, validation, bundle, fitted, found, progress=progress)
-    report |= {"facts": facts, "phases": phases.records}
-    for callback in callbacks:
+        report = report_update(scorer, inputs, validation, bundle, fitted, found, progress=run.progress)
+    report |= {"facts": facts}
+    for callback in run.callbacks:
         callback.on_end(report)
-    return UpdateResult(bundle, report, training.keys)
+    return UpdateResult(bundle, report)
 
 
 def _bundle(

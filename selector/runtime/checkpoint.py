@@ -2,8 +2,6 @@
 
 DIR/identity.json       everything that determines the run's result, and when it began
 DIR/NAME.safetensors    an optimisation's state after its last complete step
-DIR/seconds.json        the time spent so far, by phase
-DIR/pool/               the candidates' payloads, see `selector.backbone.payload_store`
 DIR/finished.json       the digest of the bundle, once all outputs are written
 """
 
@@ -12,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -28,14 +25,6 @@ from .files import replace_file
 
 IDENTITY: Final = "identity.json"
 FINISHED: Final = "finished.json"
-SECONDS: Final = "seconds.json"
-
-
-@dataclass
-class Clock:
-    """Says how long each phase has taken by now."""
-
-    now: Callable[[], dict[str, float]] = dict
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,6 @@ class Checkpoint:
     """The folder of one run."""
 
     folder: Path
-    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
 
     @classmethod
     def open(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, bool]:
@@ -111,7 +99,6 @@ class Checkpoint:
         data = safetensors.torch.save(tensors, metadata={"progress": json.dumps(progress)})
         try:
             replace_file(self._path(name), data)
-            replace_file(self.folder / SECONDS, json.dumps(self.clock.now()).encode())
         except OSError as error:
             raise ConfigError(f"{self._path(name)}: cannot write the progress: {error}") from error
 
@@ -131,15 +118,6 @@ class Checkpoint:
         except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise self.damaged(name, error) from error
 
-    def seconds(self) -> dict[str, float]:
-        """The time that earlier processes have spent, by phase. Raises ConfigError: the file is damaged."""
-        try:
-            return {str(phase): float(s) for phase, s in json.loads((self.folder / SECONDS).read_bytes()).items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise self.damaged(SECONDS, error) from error
-
     def remove_unless_begun(self) -> None:
         """Remove a folder that holds the run's identity alone."""
         if [path.name for path in self.folder.iterdir()] == [IDENTITY]:
@@ -150,7 +128,7 @@ class Checkpoint:
 
     def damaged(self, name: str, error: Exception | str) -> ConfigError:
         """The error for an unusable file of `name`."""
-        path = self.folder / name if name in (FINISHED, SECONDS) else self._path(name)
+        path = self.folder / name if name == FINISHED else self._path(name)
         return ConfigError(f"{path}: the progress is damaged, remove the folder to start again: {error}")
 
     def _path(self, name: str) -> Path:

@@ -21,7 +21,6 @@ class Flag:
 
     help: str
     metavar: str | None = None
-    none_flag: str | None = None  # a second flag, without a value, that sets the field to None
     name: str | None = None  # of the flag, where it is not the field's
 
 

@@ -1,27 +1,20 @@
-"""What a task's update starts from, and the checks that both recipes share."""
+"""What an update starts from, and the checks that recipes share."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final, Protocol
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
-from inducekv_vllm.teaching import RECIPE as TEACH
 
-from ..backbone.model import Backbone
 from ..backbone.scoring import Scorer
 from ..data.choice import hold_out
+from ..data.document import Document
 from ..data.examples import Example
+from ..gate.data import NO_QUESTIONS, GateData
 from ..runtime.progress import track
 from .measures import composition
-from .settings import BUILD, PAPER, REFINED
-
-CONTINUED: Final[Mapping[str, Collection[str]]] = MappingProxyType(
-    {PAPER: (PAPER, BUILD, TEACH), REFINED: (REFINED, TEACH)}
-)
 
 
 @dataclass(frozen=True)
@@ -32,11 +25,8 @@ class TaskInputs:
     validation: Sequence[Example]  # never candidates; may be empty if nothing is searched
     anchors: Sequence[Example]  # of earlier tasks; may be empty
     previous: Bundle | None
-    # For the gate of the refined recipe: questions that the model answers well by itself, whose answers are not used,
-    # and requests that need no memory, besides those of the package.
-    base: Sequence[Example] = ()
-    background: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()  # requests that look like those of a task and are not
+    others: GateData = NO_QUESTIONS  # what a gate is to stay closed for
+    document: Document | None = None  # what is learned in place of examples
 
     @property
     def entries_by_task(self) -> dict[str, int]:
@@ -49,16 +39,6 @@ class TaskInputs:
         if self.previous is None:
             return ()
         return self.previous.metadata.gate_tasks or tuple(self.entries_by_task)
-
-
-class UpdateSettings(Protocol):
-    """Of either recipe."""
-
-    @property
-    def budget(self) -> int: ...
-
-    @property
-    def payload_tokens(self) -> int: ...
 
 
 def divided(
@@ -90,24 +70,6 @@ def divided(
     return examples, validation
 
 
-def check_inputs(
-    scorer: Scorer, inputs: TaskInputs, settings: UpdateSettings, recipe: str, progress: bool = False
-) -> None:
-    """Check that the recipe can continue the previous memory, and learn from the examples.
-
-    Raises:
-        BundleError, FingerprintMismatch: the previous memory was made for another backbone, by another recipe, or with
-            other payloads.
-        ConfigError: it holds more entries than the budget.
-        TaskDataError: an answer is empty, an example is too long for the model, or already in the memory.
-    """
-    check_previous(scorer.backbone, inputs, settings.budget, settings.payload_tokens, recipe)
-    check_answers(inputs)
-    outside = (*inputs.base, *inputs.background, *inputs.near_misses)
-    read = (*inputs.training, *inputs.validation, *inputs.anchors, *outside)
-    require_context(scorer, read, progress)
-
-
 def check_answers(inputs: TaskInputs) -> None:
     """Raises TaskDataError: an answer is empty, and would teach the model to say nothing."""
     for example in (*inputs.training, *inputs.validation):
@@ -115,40 +77,41 @@ def check_answers(inputs: TaskInputs) -> None:
             raise TaskDataError(f"example {example.id!r} of task {example.task!r} has an empty answer")
 
 
-def check_previous(backbone: Backbone, inputs: TaskInputs, budget: int, payload_tokens: int, recipe: str) -> None:
-    """Check that the recipe can continue the previous memory.
+def check_continued(previous: Bundle | None, by: str, continues: Collection[str]) -> None:
+    """Raises BundleError: the recipe of this name cannot continue what made the previous memory."""
+    if previous is not None and (made_by := previous.metadata.recipe) not in continues:
+        raise BundleError(
+            f"the previous bundle was made by the recipe {made_by!r}, which the recipe {by!r} cannot continue"
+        )
+
+
+def check_fit(scorer: Scorer, inputs: TaskInputs, budget: int, payload_tokens: int, progress: bool = False) -> None:
+    """Check that the previous memory and all examples fit the model and the settings.
 
     Raises:
-        BundleError, FingerprintMismatch: it was made for another backbone, by another recipe, or with other payloads.
+        BundleError, FingerprintMismatch: the previous memory was made for another backbone, or with other payloads.
         ConfigError: it holds more entries than the budget.
-        TaskDataError: it already holds an entry of a training example.
+        TaskDataError: it holds an entry of a training example, or an example is too long for the model.
     """
-    previous = inputs.previous
-    if previous is None:
-        return
-    previous.require_backbone(backbone.fingerprint, "the previous bundle")
-    check_recipe(previous, recipe)
-    if previous.num_entries and previous.payload_tokens != payload_tokens:
-        raise BundleError(
-            f"the previous bundle has {previous.payload_tokens} payload tokens an entry, "
-            f"found {payload_tokens} in the settings"
-        )
-    if previous.num_entries > budget:
-        raise ConfigError(f"the budget of {budget} is below the {previous.num_entries} entries of the previous tasks")
-    held = {entry.id for entry in previous.metadata.entries}
-    for example in inputs.training:
-        if example.id in held:
-            raise TaskDataError(
-                f"the id {example.id!r} of task {example.task!r} is already that of an entry of the previous bundle"
+    if (previous := inputs.previous) is not None:
+        previous.require_backbone(scorer.backbone.fingerprint, "the previous bundle")
+        if previous.num_entries and previous.payload_tokens != payload_tokens:
+            raise BundleError(
+                f"the previous bundle has {previous.payload_tokens} payload tokens an entry, "
+                f"found {payload_tokens} in the settings"
             )
-
-
-def check_recipe(previous: Bundle | None, recipe: str) -> None:
-    """Raises BundleError: the recipe cannot continue what made the previous memory."""
-    if previous is not None and (made_by := previous.metadata.recipe) not in CONTINUED[recipe]:
-        raise BundleError(
-            f"the previous bundle was made by the recipe {made_by!r}, which the recipe {recipe!r} cannot continue"
-        )
+        if previous.num_entries > budget:
+            raise ConfigError(
+                f"the budget of {budget} is below the {previous.num_entries} entries of the previous tasks"
+            )
+        held = {entry.id for entry in previous.metadata.entries}
+        for example in inputs.training:
+            if example.id in held:
+                raise TaskDataError(
+                    f"the id {example.id!r} of task {example.task!r} is already that of an entry of the previous bundle"
+                )
+    read = (*inputs.training, *inputs.validation, *inputs.anchors, *inputs.others.of_no_task)
+    require_context(scorer, read, progress)
 
 
 def require_context(scorer: Scorer, examples: Sequence[Example], progress: bool) -> None:

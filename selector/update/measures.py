@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,6 @@ from torch import Tensor
 from inducekv_vllm.bundle import ENTRY_AXES, Bundle, EntryRecord
 
 from .coverage import Coverage
-
-COSINE_BINS: Final = 20
 
 
 def composition(records: Sequence[EntryRecord]) -> dict[str, int]:
@@ -51,20 +49,10 @@ def calibration_report(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def diversity(keys: Tensor) -> dict[str, Any]:
-    """How a set of unit keys [B, d] spreads: log det of its coverage matrix, and the cosines of all pairs."""
+def logdet(keys: Tensor) -> float:
+    """How a set of unit keys [B, d] spreads: log det of its coverage matrix."""
     B = len(keys)
-    weights = torch.ones(B, dtype=torch.float64)
-    measures: dict[str, Any] = {"logdet": -float(Coverage.of_keys(keys, B).value(weights))}
-    if B > 1:
-        cosines = pairwise_cosines(keys)
-        counts, edges = np.histogram(cosines, bins=COSINE_BINS, range=(-1, 1))
-        measures |= {
-            "cosine_mean": float(cosines.mean()),
-            "cosine_quantiles": {str(q): float(np.quantile(cosines, q)) for q in (0.05, 0.5, 0.95)},
-            "cosine_histogram": {"counts": counts.tolist(), "edges": edges.round(6).tolist()},
-        }
-    return measures
+    return -float(Coverage.of_keys(keys, B).value(torch.ones(B, dtype=torch.float64)))
 
 
 def pairwise_cosines(keys: Tensor) -> NDArray[np.float64]:

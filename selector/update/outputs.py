@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.files.whole import lock_file
 
 from ..data.anchors import AnchorStore
-from ..data.choice import AnchorPolicy
 from ..data.examples import Example
-from ..report.files import write_report
+from ..runtime.files import replace_file
 from .result import UpdateResult
 
 
@@ -56,7 +56,6 @@ class KeptAnchors:
 
     store: AnchorStore
     anchors: Sequence[Example]
-    policy: AnchorPolicy
     run: str  # the run that they belong to
     replace: bool  # whether they replace those of another run
 
@@ -73,6 +72,20 @@ def write_outputs(output: Path, result: UpdateResult, kept: KeptAnchors | None, 
     storage: dict[str, Any] = {"memory_bytes": result.report["memory_bytes"], "anchor_bytes": 0, "anchors": 0}
     if kept is not None:
         store = kept.store
-        store.append(kept.anchors, run=kept.run, policy=kept.policy, seed=seed, replace=kept.replace)
+        store.append(kept.anchors, run=kept.run, seed=seed, replace=kept.replace)
         storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
     write_report(output, result.report | {"storage": storage})
+
+
+def report_path(output: Path) -> Path:
+    """Beside the bundle `output`."""
+    return output.with_name(f"{output.stem}.report.json")
+
+
+def write_report(output: Path, report: dict[str, Any]) -> None:
+    """Raises ConfigError: the file cannot be written."""
+    path = report_path(output)
+    try:
+        replace_file(path, json.dumps(report, indent=1).encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the report: {error}") from error

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from inducekv_vllm.bundle import Bundle, Record, with_metadata
 
 R = TypeVar("R", bound=Record)
@@ -20,7 +18,6 @@ class UpdateResult:
 
     bundle: Bundle
     report: dict[str, Any]
-    training_keys: Tensor  # [number of training examples, d] float32
 
 
 def helps(report: Mapping[str, Any]) -> bool:

@@ -6,8 +6,7 @@ Shapes: L layers, J KV heads, D head size, d hidden size.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors
@@ -18,45 +17,31 @@ from inducekv_vllm.bundle.adapters import WEIGHTS, read_adapter
 from inducekv_vllm.errors import BundleError
 
 from ..backbone.model import Backbone
-from ..data.examples import Example
+from ..gate.data import GateData
 from ..gate.fit import FittedGate, fit_gate
 from .settings import ROUTE
 
 
-@dataclass(frozen=True)
-class TaskAdapter:
-    """A task's LoRA adapter, and questions of the task."""
-
-    folder: Path
-    examples: Sequence[Example]
-
-
 def route_bundle(
-    backbone: Backbone,
-    base: Sequence[Example],
-    adapters: Mapping[str, TaskAdapter],
-    *,
-    relative_to: Path,
-    progress: bool = False,
+    backbone: Backbone, data: GateData, adapters: Mapping[str, Path], *, relative_to: Path, progress: bool = False
 ) -> tuple[Bundle, FittedGate]:
-    """Fit a gate to questions of tasks and questions that need no adapter; answers are not used.
+    """Fit a gate to questions of tasks and questions that need no adapter.
 
     Args:
-        base: questions that the model answers well by itself.
-        adapters: by task.
+        adapters: their folders, by task.
         relative_to: the folder of the bundle; adapters below it are recorded relative to it.
 
     Raises:
         BundleError: an adapter cannot be read, is of another base, or belongs to two tasks.
-        ConfigError: see `selector.gate.fit.check_questions`.
+        ConfigError: see `selector.gate.data.check_questions`.
     """
-    records = tuple(_record(backbone, task, adapter.folder, relative_to) for task, adapter in adapters.items())
-    own = {task: adapter.examples for task, adapter in adapters.items()}
-    fitted = fit_gate(backbone, own, base, progress=progress)
+    records = tuple(_record(backbone, task, folder, relative_to) for task, folder in adapters.items())
+    fitted = fit_gate(backbone, data, progress=progress)
+    questions = {task: len(examples) for task, examples in data.own.items()}
     bundle = bundle_without_entries(
         backbone.fingerprint,
         recipe=ROUTE,
-        settings=fitted.recorded(base, (), ()) | {"questions": {task: len(examples) for task, examples in own.items()}},
+        settings={**fitted.recorded, "questions": questions},
         gate=fitted.gate,
         task_adapters=records,
     )

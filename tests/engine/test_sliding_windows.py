@@ -23,6 +23,7 @@ from selector.data.examples import Example
 from selector.refined.settings import RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
+from selector.runtime.running import Run
 from selector.update.inputs import TaskInputs
 from tests.engine.parity import (
     FEWER_PROCESSES,
@@ -62,7 +63,7 @@ def taught(backbone: Backbone, folder: Path, examples: list[Example], activation
     checkpoint, _ = Checkpoint.open(folder / activation, {})
     inputs = TaskInputs(examples[:12], examples[12:], (), None)
     with small_fits():
-        return update_refined(backbone, inputs, settings, checkpoint).bundle
+        return update_refined(backbone, inputs, settings, Run(checkpoint)).bundle
 
 
 @pytest.mark.slow

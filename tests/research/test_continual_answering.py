@@ -24,9 +24,8 @@ from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import evidence_of
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
-from selector.update.build import build_bundle
-from selector.update.settings import BuildSettings
 from tests.bundles import decided_gate, random_gate
+from tests.research.extracted import extracted_bundle
 from tests.research.small_streams import ORDER, gated
 
 
@@ -46,7 +45,7 @@ def examples(suite) -> list[Example]:
 @pytest.mark.parametrize(("task", "used"), [("no gate", ORDER), ("field", ORDER[1:]), (None, ())])
 def test_a_memory_answers_with_all_entries_or_with_those_that_its_gate_opens(task, used, backbone, suite, examples):
     stored = [example for task in suite.tasks for example in task.train[:4]]
-    bundle = build_bundle(backbone, stored, BuildSettings(budget=8, weighting="prior"))
+    bundle = extracted_bundle(backbone, stored, weighting="prior")
     served = bundle if task == "no gate" else gated(bundle, gate_to(task, backbone))
     retrieved = torch.tensor([entry.task in used for entry in bundle.metadata.entries])
     prior = torch.zeros(8).masked_fill(~retrieved, -torch.inf)
@@ -167,7 +166,7 @@ def test_a_system_message_stands_first_and_once():
 def shown(model, backbone, suite, tmp_path) -> Shown:
     """Three exemplars of each task before a question."""
     stored = [*suite.tasks[0].train, *suite.tasks[1].train]
-    AnchorStore(tmp_path / EXEMPLARS).append(stored, run="all", policy="random", seed=0)
+    AnchorStore(tmp_path / EXEMPLARS).append(stored, run="all", seed=0)
     Neighbours.none(backbone.hidden_size, 3).after(extract_keys(backbone, stored)).write(tmp_path / KEYS)
     found = plan(Artifact("exemplars", EXEMPLARS, 0, {}), tmp_path, model, lambda _: backbone)
     assert isinstance(found, Shown)

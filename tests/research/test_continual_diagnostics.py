@@ -15,9 +15,8 @@ from benchmarks.research.continual.results import Finished
 from inducekv_vllm.bundle import EntryRecord, Gate
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.model import Backbone
-from selector.update.build import build_bundle
-from selector.update.settings import BuildSettings
 from tests.bundles import d, random_bundle, random_gate
+from tests.research.extracted import extracted_bundle
 from tests.research.finished_runs import diagnose, refusal, write_configuration, write_finished_run, write_run
 
 MEMORY = [{"a": [True, True], "base": [True]}, {"a": [True, False], "b": [True, True], "base": [False]}]
@@ -81,7 +80,7 @@ def test_the_suite_is_the_one_that_was_asked_about_and_no_other(demo_suite, tmp_
 
 def test_queries_of_zero_share_attention_evenly(model, backbone, suite):
     """2 entries x 3 tokens against the t + 1 tokens that position t sees: the mass is 6 / (6 + t + 1)."""
-    bundle = build_bundle(backbone, suite.tasks[0].train[:2], BuildSettings(budget=2, payload_tokens=3))
+    bundle = extracted_bundle(backbone, suite.tasks[0].train[:2], 3)
     example = suite.tasks[0].test[0]
     blind = Backbone.load(model)
     for layer in blind.attention_layers():
@@ -242,7 +241,7 @@ def asked(demo_suite, demo_backbone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     data, suite = demo_suite(4, 1, 3, "guild", "field")
     examples = [*suite.tasks[0].train[:2], suite.tasks[1].train[0]]
-    bundle = build_bundle(demo_backbone, examples, BuildSettings(budget=3, payload_tokens=1))
+    bundle = extracted_bundle(demo_backbone, examples, 1)
     base = {"base": [True] * 9}
     before = {"guild": [True] * 3, **base}
     write_configuration(folder, data, suite)

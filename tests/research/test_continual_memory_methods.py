@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.lora_adapter import memory_bytes
+from benchmarks.research.continual.methods.built_memory import k_center
 from benchmarks.research.continual.methods.memory import BUNDLE
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.lookup import BundleIndex, QueryFeatures
@@ -125,3 +128,14 @@ def test_a_refined_memory_keeps_old_entries_and_the_anchors_of_all_tasks(learned
         store = AnchorStore(state / "anchors")
         assert len(store.read()) == 5 * number
         assert artifact.report["anchor_bytes"] == store.bytes()
+
+
+def test_k_center_covers_within_twice_the_optimum() -> None:
+    """The greedy traversal's known guarantee, against all choices of three of ten keys."""
+    keys = torch.nn.functional.normalize(torch.randn(10, 4, generator=torch.manual_seed(1)).double(), dim=-1)
+
+    def radius(rows):
+        return float(torch.cdist(keys, keys[list(rows)]).amin(dim=1).max())
+
+    best = min(radius(rows) for rows in combinations(range(10), 3))
+    assert all(radius(k_center(keys, 3, first=first)) <= 2 * best for first in range(10))

@@ -137,7 +137,7 @@ def test_states_that_nothing_needs_are_removed(keep, left, out, data):
 
 
 def test_a_stream_that_cannot_be_run_does_not_stop_the_others(out, data, capsys, monkeypatch):
-    monkeypatch.setattr("benchmarks.lora_adapter.layers_of_gate", lambda num_layers: (0,))  # too few bytes for rank 1
+    monkeypatch.setattr("benchmarks.lora_adapter.layers_of_gate", lambda backbone: (0,))  # too few bytes for rank 1
     assert main(command(data, out, "--budget", "1", "32")) == 2
     said = capsys.readouterr()
     assert "1 of 2 streams did not end: lora_replay, budget 1, seed 0: a LoRA of rank 1 takes 44800 bytes" in said.err

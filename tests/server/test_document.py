@@ -40,7 +40,7 @@ Version = tuple[Bundle, Path]
 def learned(backbone: Backbone, folder: Path) -> tuple[Version, Version]:
     """A document's memory, and that of its next version, which starts from it."""
     with small_fits():
-        old = selector.teach_document(backbone, selector.Document(NAME, TEXT), tokens=8, **FEW)
+        old = selector.teach_document(backbone, selector.Document(NAME, TEXT), payload_tokens=8, **FEW)
         new = selector.teach_document(backbone, selector.Document(NAME, TEXT.replace("37", "38")), previous=old, **FEW)
     paths = (folder / "old.safetensors", folder / "new.safetensors")
     for taught, path in zip((old, new), paths, strict=True):

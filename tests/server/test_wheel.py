@@ -160,7 +160,6 @@ IMPORTED = {  # by extra, something of each of its packages
     "data": ("pyarrow",),
     "deepseek-vl2": ("timm",),
     "suites": ("nltk", "pycocoevalcap", "rapidfuzz", "sacrebleu", "scipy"),
-    "tensorboard": ("tensorboard",),
 }
 ELSEWHERE = {"cpu", "cuda", "dev", "real"}  # tried above, or by make; cuda needs a GPU, and real compiles llama.cpp
 

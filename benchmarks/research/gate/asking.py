@@ -10,8 +10,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-import torch
-
 from benchmarks.research.continual.presets import FOLDER as PRESETS
 from benchmarks.research.continual.suites import Suite
 from benchmarks.research.gate.protocol import STYLES, other_questions, own_questions
@@ -22,10 +20,11 @@ from selector.backbone.model import Backbone
 from selector.backbone.token_values import evidence_of_prompts
 from selector.data.choice import choose_anchors
 from selector.data.examples import Example
+from selector.gate.data import GateData
 from selector.gate.encoding import encode_questions
 from selector.gate.fit import fit_gate
 from selector.gate.fitting_set import GateQuestion
-from selector.gate.settings import Kind
+from selector.gate.settings import GateOptions, Kind
 
 AT_ONCE: Final = 256  # questions whose token values are held
 NEAR_MISSES: Final = {"demo": "demo", "demo-search": "demo", "real-text": "text", "real-pictures": "pictures"}
@@ -89,7 +88,8 @@ def order_of(suite: Suite) -> Suite:
 
 def fitted(backbone: Backbone, suite: Suite, seed: int, misses: float | None, kind: Kind | None = None) -> MeasuredGate:
     """The gate after the last task of the stream."""
-    found = fit_gate(backbone, questions_at_the_end(suite, seed), suite.base.train, misses=misses, seed=seed, kind=kind)
+    data = GateData(questions_at_the_end(suite, seed), suite.base.train)
+    found = fit_gate(backbone, data, GateOptions(misses, seed, kind))
     prices = {f"{price.misses:g}": price.opened for price in found.prices}
     return MeasuredGate(
         found.gate, {"seed": seed, "misses": found.misses, "seconds": dict(found.seconds), "prices": prices}
@@ -99,10 +99,9 @@ def fitted(backbone: Backbone, suite: Suite, seed: int, misses: float | None, ki
 def questions_at_the_end(suite: Suite, seed: int) -> Mapping[str, Sequence[Example]]:
     """By task: anchors of the earlier ones, and what the last one is learned from."""
     *earlier, last = suite.tasks
-    unread = torch.empty(0)  # "random" reads no keys
     own: dict[str, Sequence[Example]] = {}
     for task in earlier:
-        own[task.name] = [task.train[row] for row in choose_anchors(task.train, ANCHORS, "random", seed, keys=unread)]
+        own[task.name] = choose_anchors(task.train, ANCHORS, seed)
     return own | {last.name: [*last.train, *last.validation]}
 
 

@@ -42,7 +42,9 @@ from inducekv_vllm.errors import InduceKVError
 from selector.backbone.model import Backbone
 from selector.backbone.token_values import evidence_of
 from selector.data.examples import Example
+from selector.gate.data import GateData
 from selector.gate.fit import fit_gate
+from selector.gate.settings import GateOptions
 from selector.runtime.files import replace_file
 
 PROGRAM: Final = "python -m benchmarks.research.gate.public"
@@ -128,8 +130,8 @@ def _of_gate(
     began = time.perf_counter()
     near_misses = [example(text, "near-miss") for text in given]
     background = [example(text, "traffic") for text in traffic]
-    known = {"background": background, "near_misses": near_misses}
-    fitted = fit_gate(backbone, own, [], **known, misses=misses, seed=seed, kind="classifiers", layers=layers)
+    data = GateData(own, (), background, near_misses)
+    fitted = fit_gate(backbone, data, GateOptions(misses, seed, "classifiers", layers))
     gate, seconds = fitted.gate, time.perf_counter() - began
     around = wrapped([text for task in bundle.tasks for text in task.test], seed)
     evidence = evidence_of(backbone, gate, [example(text, "asked") for text in (*asked, *around)]).numpy()  # [n + o, H]

@@ -17,6 +17,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from inducekv_vllm import SUPPORTED_VLLM
+from selector.recipes import RECIPES
 from tests import imports
 from tests.groups import seconds_of
 from tests.imports import ROOT, Import, name_of
@@ -39,7 +40,6 @@ LAYERS = {
     ),
     "selector": (
         ("runtime",),
-        ("report",),
         ("data",),
         ("client",),
         ("backbone",),
@@ -169,6 +169,29 @@ def _calls() -> Iterator[tuple[Module, ast.Call]]:
         for node in ast.walk(ast.parse(module.path.read_text())):
             if isinstance(node, ast.Call):
                 yield module, node
+
+
+def test_no_recipe_is_named_in_a_condition_outside_its_folder() -> None:
+    """What runs recipes asks them what they take; another one needs its folder and a line in selector/recipes.py."""
+    recipes = RECIPES.values()
+    named = {name for r in recipes for name in (r.name.upper(), r.settings.__name__, type(r).__name__)}
+    for module in modules().values():
+        if package_of(module.name) != "selector" or child_of("selector", module.name) in RECIPES:
+            continue
+        for node in ast.walk(ast.parse(module.path.read_text())):
+            for condition in _conditions(node):
+                parts = list(ast.walk(condition))
+                found = named & {part.id for part in parts if isinstance(part, ast.Name)}
+                found |= RECIPES.keys() & {part.value for part in parts if isinstance(part, ast.Constant)}
+                assert not found, f"{module.name}:{condition.lineno} asks for {sorted(found)}"
+
+
+def _conditions(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+        return [node.test]
+    if isinstance(node, ast.comprehension):
+        return node.ifs
+    return [node] if isinstance(node, ast.Compare | ast.BoolOp) else []
 
 
 def test_only_research_imports_research() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
 import json
@@ -11,11 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from inducekv_vllm.bundle import Bundle, read_bundle
 from selector.cli.select import main
@@ -25,7 +23,7 @@ ENVIRONMENT = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS"
 # A model of random weights knows no task: whether its memory is any good is a matter of chance. The same dates make the
 # same digests.
 SMALL = ("--payload-tokens", "2", "--allow-worse", "--created", "2026-01-31")
-PAPER = ("--recipe", "paper", "--budget", "3", "--iterations", "2", "--inner-steps", "1", "--full-pool", *SMALL)
+PAPER = ("--recipe", "paper", "--budget", "3", "--iterations", "2", "--inner-steps", "1", *SMALL)
 FIXED = ("--beta", "0.5", "--gamma", "0.1")  # no grid search
 STEPS = ("--steps", "4", "--batch-size", "4", "--learning-rate", "0.05", *SMALL)
 REFINED = ("--form", "merged", "--entries-per-task", "2", *STEPS)
@@ -39,7 +37,6 @@ class Stream:
     model: Path
     tasks: dict[str, Path]  # the data, by name
     options: tuple[str, ...] = (*PAPER, *FIXED)  # of every update
-    plots: bool = False  # whether the pages have some: they take most of a small update's time
 
     def arguments(self, task: str, *more: str, previous: str | None = None) -> list[str]:
         files = ["--model", str(self.model), "--task", str(self.tasks[task]), "--output", str(self.output(task))]
@@ -49,8 +46,7 @@ class Stream:
 
     def run(self, task: str, *more: str, previous: str | None = None) -> int:
         """The exit status."""
-        with contextlib.nullcontext() if self.plots else without_plots():
-            return main(self.arguments(task, *more, previous=previous))
+        return main(self.arguments(task, *more, previous=previous))
 
     def update(self, task: str, *more: str, previous: str | None = None) -> Bundle:
         assert self.run(task, *more, previous=previous) == 0
@@ -75,17 +71,6 @@ class Stream:
 
     def progress(self, task: str) -> Path:
         return self.folder / f".{task}.safetensors.progress"
-
-
-@contextlib.contextmanager
-def without_plots() -> Iterator[None]:
-    """Each plot of a page is an empty image."""
-
-    def empty(*_: Any) -> str:
-        return "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
-
-    with mock.patch.multiple("selector.report.page", bars=empty, curve=empty):
-        yield
 
 
 def kill_when(condition: Callable[[], Any], module: str, *arguments: str) -> None:

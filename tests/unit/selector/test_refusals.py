@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 
 import selector
-from inducekv_vllm.bundle import read_bundle, write_bundle
+from inducekv_vllm.bundle import read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, FingerprintMismatch, InduceKVError, TaskDataError
 from selector.backbone.model import Backbone
 from selector.cli.select import run
 from selector.cli.settings import parse_arguments
 from selector.data.anchors import AnchorStore
-from selector.data.examples import read_task
 from selector.gate.background import everyday_requests
-from selector.update.build import build_bundle
-from selector.update.settings import BuildSettings
 from tests.unit.selector.conftest import questions_about, record, write_task
 from tests.unit.selector.stream import Stream
 
@@ -140,8 +137,7 @@ def files(
     found |= {name: root / name for name in ("nowhere", "none")}
     stream = Stream(root, model_folders["llava"], tasks, options=(*_flags(SMALL), "--allow-worse"))
     stream.update("colours", "--facts", "off", "--anchors", str(root / "anchors"))
-    llava = Backbone.load(model_folders["llava"])
-    built = build_bundle(llava, read_task(tasks["colours"])[:2], BuildSettings(budget=2, payload_tokens=2))
+    built = with_metadata(read_bundle(stream.output("colours")), recipe="paper")
     write_bundle(built, stream.output("built"))
     anchors = AnchorStore(root / "anchors")
     return found | {

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.research.continual.results import Finished, FinishedRun, describe_runs
 from benchmarks.research.drawing import COLOURS, STROKES, blank, finite, name_ticks
 from selector.backbone.extraction import extract_keys
-from selector.update.measures import diversity, pairwise_cosines
+from selector.update.measures import logdet, pairwise_cosines
 
 SELECTED, WITHOUT_COVERAGE, RANDOM = "selected", "without_coverage", "random"
 NO_COVERAGE = "paper_no_coverage"  # the method
@@ -107,7 +107,7 @@ def means(sets: Sequence[Chosen]) -> dict[str, Any]:
     values = {
         "entries": [len(chosen.keys) for chosen in sets],
         "pool": [chosen.pool for chosen in sets],
-        "logdet": [diversity(chosen.keys)["logdet"] for chosen in sets],
+        "logdet": [logdet(chosen.keys) for chosen in sets],
         "cosine": [float(pairwise_cosines(chosen.keys).mean()) for chosen in sets if len(chosen.keys) > 1],
     }
     return {"sets": len(sets)} | {name: float(np.mean(of)) if of else None for name, of in values.items()}

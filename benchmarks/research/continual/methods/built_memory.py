@@ -8,25 +8,27 @@ Shapes: B entries of the budget, n tasks seen so far, d hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.research.continual.methods.memory import BUNDLE
 from benchmarks.research.continual.methods.method import Artifact, Kind, RunContext
 from benchmarks.research.continual.suites import TaskData
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
-from selector.backbone.extraction import extract
+from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.model import Backbone
-from selector.data.choice import Policy, pick
+from selector.data.examples import Example
 from selector.paper.candidate_pool import CandidatePool
-from selector.update.build import choose
 from selector.update.measures import composition, memory_bytes
 from selector.update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
-from selector.update.settings import BuildSettings
+
+Policy = Literal["random", "k-center"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,7 @@ class Built:
         backbone = Backbone.load(context.model)
         before = None if previous is None else read_bundle(previous / BUNDLE)
         *earlier, own = shares(context.budget, context.number + 1)
-        settings = BuildSettings(budget=own, payload_tokens=self.payload_tokens, policy=self.policy, seed=context.seed)
-        chosen = [task.train[row] for row in choose(backbone, task.train, settings)]
+        chosen = [task.train[row] for row in self._chosen(backbone, task.train, own, context.seed)]
         fresh = extract(backbone, chosen, self.payload_tokens, batch_size=self.batch_size, payload_dtype=torch.float16)
         pool = CandidatePool.join(before, fresh, chosen)
         kept = [] if before is None else self._kept(before, earlier, context)
@@ -61,7 +62,7 @@ class Built:
             backbone=backbone.fingerprint,
             budget=context.budget,
             entries=selected.records,
-            weighting=settings.weighting,
+            weighting="sqrt",
             recipe="build",
             settings={"policy": self.policy, "temperature": self.temperature, "seed": context.seed},
             parent_digest=None if before is None else before.digest,
@@ -69,6 +70,12 @@ class Built:
         write_bundle(bundle, out / BUNDLE)
         report = {"digest": bundle.digest, "composition": composition(selected.records)}
         return Artifact("bundle", BUNDLE, memory_bytes(bundle), report)
+
+    def _chosen(self, backbone: Backbone, examples: Sequence[Example], count: int, seed: int) -> list[int]:
+        if len(examples) <= count:
+            return list(range(len(examples)))
+        keys = extract_keys(backbone, examples, batch_size=self.batch_size) if self.policy == "k-center" else None
+        return pick(len(examples), count, self.policy, np.random.default_rng(seed), keys)
 
     def _kept(self, before: Bundle, quotas: list[int], context: RunContext) -> list[int]:
         """Rows of the previous memory that stay, rising: of each task as many as its new quota."""
@@ -85,3 +92,34 @@ class Built:
 def shares(budget: int, tasks: int) -> list[int]:
     """B entries over n tasks, as equal as possible; the first tasks get the remainder. No share ever grows."""
     return [-(-(budget - number) // tasks) for number in range(tasks)]
+
+
+def pick(N: int, count: int, policy: Policy, rng: np.random.Generator, keys: Tensor | None) -> list[int]:
+    """`count` of N rows, at most N, rising; those of the largest spread by `keys` [N, d] for "k-center"."""
+    if policy == "random":
+        return sorted(rng.choice(N, count, replace=False).tolist())
+    assert keys is not None
+    return sorted(k_center(keys, count, first=int(rng.integers(N))))
+
+
+def k_center(keys: Tensor, count: int, first: int) -> list[int]:
+    """Greedy farthest-first traversal: each next key is the one least similar to all chosen so far.
+
+    Args:
+        keys: [N, d], unit norm, so that the largest distance is the smallest inner product.
+        count: how many to choose, at most N.
+        first: where to begin.
+
+    Returns:
+        `count` distinct rows in the order chosen; ties go to the first.
+    """
+    matrix = keys.numpy()
+    chosen = [first]
+    nearest = matrix @ matrix[first]  # [N]: similarity to the nearest chosen key
+    nearest[first] = np.inf
+    while len(chosen) < count:
+        farthest = int(nearest.argmin())
+        chosen.append(farthest)
+        nearest = np.maximum(nearest, matrix @ matrix[farthest])
+        nearest[farthest] = np.inf
+    return chosen

@@ -28,7 +28,9 @@ from inducekv_vllm.gate import TurnMarks
 from selector.backbone.model import Backbone
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
+from selector.gate.data import GateData
 from selector.gate.fit import fit_gate
+from selector.gate.settings import GateOptions
 from selector.runtime.files import replace_file
 
 ADAPTERS = "adapters"
@@ -97,7 +99,8 @@ def gate_of(backbone: Backbone, task: TaskData, anchors: Sequence[Example], base
     """The gate after `task`; `anchors` are of the tasks before, in the order of the stream."""
     names = dict.fromkeys(anchor.task for anchor in anchors)
     own = {name: [anchor for anchor in anchors if anchor.task == name] for name in names}
-    return fit_gate(backbone, own | {task.name: [*task.train, *task.validation]}, base, seed=seed).gate
+    data = GateData(own | {task.name: [*task.train, *task.validation]}, base)
+    return fit_gate(backbone, data, GateOptions(seed=seed)).gate
 
 
 def write_gate(gate: Gate, path: Path) -> int:

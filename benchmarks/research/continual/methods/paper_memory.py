@@ -16,6 +16,7 @@ from selector.backbone.model import Backbone
 from selector.paper.settings import PaperSettings, StepRule
 from selector.paper.update import update_paper
 from selector.runtime.checkpoint import Checkpoint
+from selector.runtime.running import Run
 from selector.update.inputs import TaskInputs
 from selector.update.result import UpdateResult
 
@@ -44,7 +45,7 @@ class Paper(SelectedMemory):
     def update(
         self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
     ) -> UpdateResult:
-        return update_paper(backbone, inputs, selector_settings(PaperSettings, self, context), checkpoint)
+        return update_paper(backbone, inputs, selector_settings(PaperSettings, self, context), Run(checkpoint))
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from benchmarks.research.continual.methods.method import RunContext
 from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.retrieval.entry_terms import Form
 from selector.backbone.model import Backbone
-from selector.data.choice import Policy
+from selector.gate.data import GateData
 from selector.refined.settings import ActivationChoice, FactsChoice, GatedWeighting, Precision, RefinedSettings
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
+from selector.runtime.running import Run
 from selector.update.inputs import TaskInputs
 from selector.update.result import UpdateResult
 
@@ -31,7 +32,6 @@ class Refined(SelectedMemory):
     steps: int = 400
     batch_size: int = 16
     entries_per_task: int | None = None  # None: an equal share of the budget for every task of the stream
-    entry_policy: Policy = DEFAULTS.entry_policy
     learning_rate: float | None = None  # None: searched for each task, on its validation split
     form: Form = DEFAULTS.form
     weighting: GatedWeighting = DEFAULTS.weighting
@@ -46,8 +46,8 @@ class Refined(SelectedMemory):
         self, backbone: Backbone, inputs: TaskInputs, checkpoint: Checkpoint, context: RunContext
     ) -> UpdateResult:
         settings = self.settings(backbone, context)
-        inputs = replace(inputs, base=context.base if self.base else ())
-        return update_refined(backbone, inputs, settings, checkpoint)
+        inputs = replace(inputs, others=GateData(base=context.base if self.base else ()))
+        return update_refined(backbone, inputs, settings, Run(checkpoint))
 
     def settings(self, backbone: Backbone, context: RunContext) -> RefinedSettings:
         share = max(1, context.budget // context.num_tasks)

@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from benchmarks.exemplars import content_bytes, number_that_fit
 from selector.data.anchors import AnchorStore
 from selector.data.choice import choose_anchors
@@ -27,10 +25,8 @@ def earlier_anchors(previous: Path | None, out: Path) -> list[Example]:
 
 def keep_anchors(task: str, training: Sequence[Example], out: Path, count: int, seed: int) -> int:
     """Adds the task's own anchors, drawn and stored as the selector draws and stores its own; returns bytes of all."""
-    unread = torch.empty(0)  # "random" reads no keys
-    rows = choose_anchors(training, count, "random", seed, keys=unread)
     store = AnchorStore(out / ANCHORS)
-    store.append([training[row] for row in rows], run=task, policy="random", seed=seed)
+    store.append(choose_anchors(training, count, seed), run=task, seed=seed)
     return store.bytes()
 
 
@@ -58,4 +54,4 @@ def reservoir(
 def store_buffer(folder: Path, buffer: Sequence[Example], seed: int) -> None:
     store = AnchorStore(folder)
     for task in sorted({example.task for example in buffer}):
-        store.append([example for example in buffer if example.task == task], run=task, policy="random", seed=seed)
+        store.append([example for example in buffer if example.task == task], run=task, seed=seed)

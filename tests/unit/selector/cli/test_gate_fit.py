@@ -13,7 +13,9 @@ from inducekv_vllm.bundle import Bundle, Gate, read_bundle
 from selector.backbone.model import Backbone
 from selector.data.examples import read_task
 from selector.gate.background import read_background
+from selector.gate.data import GateData
 from selector.gate.fit import fit_gate
+from selector.gate.settings import GateOptions
 from tests.bundles import classified_gate, random_bundle, random_gate
 from tests.gates import bundle_behind
 from tests.task_data import questions_about, record, write_task
@@ -97,8 +99,8 @@ def test_the_gate_is_that_of_a_fit_and_the_rest_stays(
     own = {task: read_task(files.tasks[task]) for task in ("colours", "counts")}
     assert after.gate is not None
     assert bundle.gate is not None
-    known, layers = {"background": read_background(background)}, bundle.gate.layers
-    expected = fit_gate(llava, own, read_task(files.tasks["base"]), **known, misses=0.05, layers=layers)
+    data = GateData(own, read_task(files.tasks["base"]), read_background(background))
+    expected = fit_gate(llava, data, GateOptions(0.05, layers=bundle.gate.layers))
     for name, tensor in expected.gate.tensors().items():
         assert torch.equal(after.tensors()[name], tensor), name
 
@@ -116,7 +118,7 @@ def test_a_first_gate(llava: Backbone, bundle: Bundle, files: Files, tmp_path: P
     command(*files.arguments(written(plain, tmp_path / "plain.safetensors")))
     after = read_bundle(files.new)
     own = {task: read_task(files.tasks[task]) for task in ("colours", "counts")}
-    expected = fit_gate(llava, own, read_task(files.tasks["base"]))
+    expected = fit_gate(llava, GateData(own, read_task(files.tasks["base"])))
     assert after.gate is not None
     for name, tensor in expected.gate.tensors().items():
         assert torch.equal(after.tensors()[name], tensor), name
@@ -177,13 +179,9 @@ def test_near_misses_of_ones_own(tmp_path: Path) -> None:
     assert problem in refuse(*arguments(own))
     printed = command(*arguments(near_misses))
     after = read_bundle(new)
-    expected = fit_gate(
-        backbone,
-        {task: read_task(paths[task]) for task in ("colours", "shades")},
-        read_task(paths["base"]),
-        near_misses=read_background(near_misses),
-        kind="classifiers",
-    )
+    questions = {task: read_task(paths[task]) for task in ("colours", "shades")}
+    data = GateData(questions, read_task(paths["base"]), near_misses=read_background(near_misses))
+    expected = fit_gate(backbone, data, GateOptions(kind="classifiers"))
     settings = {"gate_misses": expected.misses, "base_questions": 12, "background_requests": 0, "near_misses": 2}
     assert_all_but_the_gate_is_kept(bundle, after, settings)
     assert after.gate is not None

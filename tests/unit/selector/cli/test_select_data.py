@@ -12,7 +12,7 @@ from selector.cli.columns import ColumnOptions
 from selector.cli.select import main
 from selector.data.columns import Columns
 from selector.data.examples import read_task
-from tests.unit.selector.stream import SMALL, Stream, without_plots
+from tests.unit.selector.stream import SMALL, Stream
 
 FEW = ("--steps", "2", "--batch-size", "4", *SMALL)
 
@@ -32,8 +32,7 @@ def table(tmp_path: Path, tasks: dict[str, Path]) -> Path:
 
 def run(model: Path, table: Path, output: Path, *more: str) -> int:
     columns = ("--columns", "prompt=ticket,answer=reply", "--task-name", "support")
-    with without_plots():
-        return main(["--model", str(model), "--task", str(table), "--output", str(output), *columns, *more])
+    return main(["--model", str(model), "--task", str(table), "--output", str(output), *columns, *more])
 
 
 def test_a_table_is_learned(
@@ -99,7 +98,7 @@ def test_presets_are_settings_that_flags_change(
     settings = Stream(tmp_path / "out", model_folders["llava"], {}).bundle("support").metadata.settings
     assert (settings["activation"], settings["learning_rate"], settings["steps"]) == ("generation", 0.1, 2)
     assert run(model_folders["llava"], table, output, "--preset", "best", "--recipe", "paper") == 2
-    assert "--preset is a setting of the recipe 'refined' only" in capsys.readouterr().err
+    assert "--preset is for the recipe 'refined', and this run's is 'paper'" in capsys.readouterr().err
 
 
 def test_the_columns_stand_in_one_flag() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -202,32 +201,6 @@ def test_a_run_says_how_long_it_may_take_where_it_is_and_what_it_came_to(
     assert default.report("colours")["validation_accuracy"]["most_frequent_answer"] == 1
 
 
-def test_the_curves_go_to_tensorboard(stream: Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logs = tmp_path / "logs"
-    stream.update("colours", "--log-dir", str(logs))
-    events = EventAccumulator(str(logs)).Reload()
-    tags = events.Tags()["scalars"]
-    (steps,) = [events.Scalars(tag) for tag in tags if tag.startswith("training/")]
-    history = stream.report("colours")["refinement"]["history"]
-    assert [each.step for each in steps] == [1 + row["step"] for row in history]
-    assert [each.value for each in steps] == pytest.approx([row["current"] for row in history])
-    assert {"validation accuracy/with memory", "base accuracy/without memory"} <= set(tags)
-    assert "base questions answered right (of " in capsys.readouterr().out
-
-
-def test_no_curves_without_tensorboard_or_a_folder(
-    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert f"--log-dir {tmp_path / 'file'}: cannot write there" in stream.refuse(
-        "colours", "--log-dir", str(tmp_path / "file")
-    )
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert "needs the package tensorboard" in stream.refuse("colours", "--log-dir", str(tmp_path / "logs"))
-
-
 def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Path) -> None:
     """Nothing of the example is left: neither in the bundle nor among the anchors."""
     anchors = AnchorStore(tmp_path / "anchors")
@@ -255,8 +228,8 @@ def test_bad_input_is_named_and_leaves_everything_as_it_was(learnt: Stream, tmp_
     mixed = stream.tasks["counts"].with_name("mixed.jsonl")
     mixed.write_text(stream.tasks["counts"].read_text().replace('"task": "counts"', '"task": "more"', 1))
     for options, message in [
-        (["--gamma", "0.1"], "the recipe 'paper' only"),
-        (["--recipe", "paper"], "the recipe 'refined' only"),
+        (["--gamma", "0.1"], "--gamma is for the recipe 'paper', and this run's is 'refined'"),
+        (["--recipe", "paper"], "--base is for the recipe 'refined' and 'document', and this run's is 'paper'"),
         (["--weighting", "sqrt"], "weighting must be prior or uniform, found 'sqrt'"),
         (["--anchors", str(tmp_path / "none")], "no anchors of the task 'colours'"),
         (["--payload-tokens", "3"], "payload tokens"),
@@ -308,7 +281,6 @@ def test_background_requests_are_learnt_and_belong_to_the_run(
     table = printed[printed.index(" misses") :].splitlines()[:7]
     assert [line.split()[1] == "*" for line in table[1:]] == [False, False, False, True, False, False]
     assert table[4].split()[2:] == [f"{share:.1%}" for share in prices[3]["opened"].values()]
-    assert "gate" in [phase["name"] for phase in report["phases"]]
 
     other = stream.update("colours", "--gate-misses", "0.03", "--anchors", str(tmp_path / "other"))
     assert with_some.gate is not None

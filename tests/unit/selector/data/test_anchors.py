@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from pathlib import Path
 from threading import Thread
-from typing import get_args
 
 import pytest
-import torch
 
 import selector.data.anchors as module
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.anchors import AnchorStore, examples_digest
-from selector.data.choice import AnchorPolicy, choose_anchors
+from selector.data.choice import choose_anchors
 from selector.data.examples import Example, read_task
 from tests.task_data import record, write_task
-from tests.unit.selector.exact import unit_vectors
 from tests.unit.selector.stream import full_disk
 
 
@@ -39,7 +35,7 @@ def store(tmp_path: Path) -> AnchorStore:
 
 def fill(store: AnchorStore, tasks: list[list[Example]]) -> None:
     for number, examples in enumerate(tasks):
-        store.append(examples, run=f"run {number}", policy="random", seed=0)
+        store.append(examples, run=f"run {number}", seed=0)
 
 
 def test_what_was_appended_is_read_back_in_the_order_of_the_stream(
@@ -87,7 +83,7 @@ def test_a_run_killed_before_the_manifest_leaves_the_store_as_it_was(
         # What SIGKILL between the folder and the manifest leaves behind.
         module._write_examples(store.folder / f"{number:04d}", examples[:2])
         assert len(store.tasks()) == number
-        store.append(examples, run=f"run {number}", policy="random", seed=0)
+        store.append(examples, run=f"run {number}", seed=0)
         assert len(store.read()) == 4 * (number + 1)
 
 
@@ -97,7 +93,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(
     fill(store, tasks[:1])
     monkeypatch.setattr(module, "replace_file", full_disk)
     with pytest.raises(ConfigError, match=r"cannot write the anchors: .*No space left"):
-        store.append(tasks[1], run="run 1", policy="random", seed=0)
+        store.append(tasks[1], run="run 1", seed=0)
     assert len(store.read()) == 4
     assert not (store.folder / "0001").exists()
 
@@ -110,40 +106,24 @@ def test_two_runs_that_end_at_once_both_append(
 
     def meanwhile(folder: Path, examples: list[Example]) -> int:
         if not others:
-            options = {"run": "other", "policy": "random", "seed": 0}
+            options = {"run": "other", "seed": 0}
             others.append(Thread(target=AnchorStore(store.folder).append, args=(tasks[1],), kwargs=options))
             others[0].start()
             others[0].join(timeout=0.3)
         return write(folder, examples)
 
     monkeypatch.setattr(module, "_write_examples", meanwhile)
-    store.append(tasks[0], run="one", policy="random", seed=0)
+    store.append(tasks[0], run="one", seed=0)
     others[0].join()
     assert [task.run for task in store.tasks()] == ["one", "other"]
     assert len(store.read()) == 8
 
 
-def many(answers: list[str]) -> list[Example]:
-    return [Example(f"e{i}", "t", (), (), answer, f"digest {i}") for i, answer in enumerate(answers)]
-
-
-@pytest.mark.parametrize("policy", get_args(AnchorPolicy))
-def test_a_policy_chooses_distinct_rows_and_follows_the_seed(policy: AnchorPolicy) -> None:
-    examples = many([str(i % 5) for i in range(50)])
-    keys = unit_vectors(50, 8)
-    losses = [float((7 * i) % 50) for i in range(50)]
-
-    def choose(count: int, seed: int) -> list[int]:
-        return choose_anchors(examples, count, policy, seed, keys=keys, losses=losses)
-
-    chosen = choose(12, seed=0)
-    assert chosen == sorted(set(chosen)) == choose(12, seed=0)
-    assert len(chosen) == 12
-    assert choose(99, seed=0) == list(range(50))
-    assert policy == "hard" or chosen != choose(12, seed=1)
-
-
-def test_stratified_balances_the_answers() -> None:
-    examples = many(["common"] * 40 + ["rare"] * 3 + ["odd"] * 10)
-    chosen = choose_anchors(examples, 12, "stratified", 0, keys=torch.empty(53, 1))
-    assert Counter(examples[row].answer for row in chosen) == {"common": 5, "odd": 4, "rare": 3}
+def test_anchors_are_distinct_and_follow_the_seed() -> None:
+    examples = [Example(f"e{number}", "t", (), (), "", f"digest {number}") for number in range(50)]
+    chosen = [each.id for each in choose_anchors(examples, 12, seed=0)]
+    assert len(set(chosen)) == 12
+    assert chosen == [each.id for each in examples if each.id in chosen]
+    assert chosen == [each.id for each in choose_anchors(examples, 12, seed=0)]
+    assert chosen != [each.id for each in choose_anchors(examples, 12, seed=1)]
+    assert choose_anchors(examples, 99, seed=0) == examples

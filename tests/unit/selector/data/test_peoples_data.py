@@ -61,17 +61,6 @@ def test_an_openai_answer_of_weight_0_is_not_learned(tmp_path: Path) -> None:
     assert asked_and_answered(examples) == [("Which colour?|red|No.", "blue"), ("Which colour?", "green")]
 
 
-@pytest.mark.parametrize("columns", [Columns(), Columns(answer="completion")])
-def test_kto_rows_with_a_false_label_are_not_learned(columns: Columns, tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "completion": str(number), "label": number != 2} for number in range(4)]
-    with pytest.warns(TaskDataWarning, match=r"1 row is left out, because its label says .* bad: the first is line 3"):
-        examples = read_task(written(tmp_path, rows), columns)
-    assert [example.answer for example in examples] == ["0", "1", "3"]
-    (tmp_path / "x.csv").write_text("prompt,completion,label\na,b,False\nc,d,True\n")
-    with pytest.warns(TaskDataWarning, match="1 row is left out"):
-        assert asked_and_answered(read_task(tmp_path / "x.csv", columns)) == [("c", "d")]
-
-
 def test_preferences_are_learned_only_if_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path, [{"prompt": "a", "chosen": [USER, said("good")], "rejected": [USER, said("bad")]}])
     with pytest.raises(TaskDataError, match=r"line 1: preferences \('chosen', 'rejected'\) cannot be learned as such"):
@@ -96,7 +85,7 @@ def test_prompts_and_completions_may_be_messages(tmp_path: Path) -> None:
             "The sky is blue.\n\nWhich?",
         ),
         ({"instruction": "Sum up.", "context": "Long.", "response": "x", "category": ""}, "Sum up.\n\nLong."),
-        ({"instruction": "Go on.", "input": "c", "output": "x", "history": [["a", "b"]]}, "a|b|Go on.\n\nc"),
+        ({"instruction": "Go on.", "input": "c", "output": "x"}, "Go on.\n\nc"),
         ({"Question": "Which?", "ANSWER ": "x"}, "Which?"),
     ],
     ids=["squad", "dolly", "alpaca", "capitals"],
@@ -370,7 +359,6 @@ def test_calls_of_tools_are_refused_by_name(name: str, tmp_path: Path) -> None:
     ("row", "problem"),
     [
         ({"messages": [USER, said("red", weight=0.5)]}, "line 1: message 2 has the weight 0.5; expected 0 or 1"),
-        ({"prompt": "a", "completion": "b", "label": False}, "no examples; 1 row is left out, because its label says"),
         ({"messages": [USER, said("x")], "images": ["0.png"]}, "1 images have no <image> mark"),
         ({"question": "a", "answer": "b", "also": ["x" * 101]}, "in 'also' must have 1 to 100 bytes, found 101"),
         ({"question": "a", "answer": "b", "also": [""]}, "a wording in 'also' must have 1 to 100 bytes, found 0"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.gate import RANGE, TurnMarks
-from selector.gate.classified import LooksAt, _share_of_misses, classified_gate, refitted, threshold
+from selector.gate.classified import LooksAt, _share_of_misses, classified_gate, threshold
 from selector.gate.classifiers import Seen, left_out_odds, odds_of, train_classifiers
 from selector.gate.fitting_set import FOLDS, GateQuestion
 
@@ -139,29 +139,10 @@ def test_what_is_wrong_is_said(fitted: tuple[Any, ...]) -> None:
     assert any("the tasks 'a' and 'b' are too near" in problem for problem in problems)
 
 
-def test_traffic_that_opens_the_gate_is_kept_out_by_another_rule(gate: Gate) -> None:
-    asked, questions, labels = made()
-    traffic = evidence(gate, made(seed=3)[0])[-EACH:]
-    after, prices, *_ = refitted(gate, asked.seen, questions, labels, traffic, 0.05)
-    for name in ("center", "scale", "directions", "words", "rarity", "offsets"):
-        assert getattr(after, name) is getattr(gate, name)
-    assert after.weights.shape == gate.weights.shape
-    assert "traffic" in prices[0].opened
-    new = made(seed=4)
-    routed = margins(after.stored(), new[0])[: 2 * EACH].argmax(dim=1)
-    assert float((routed == new[2][: 2 * EACH]).float().mean()) >= 0.95
-
-
 def test_a_gate_of_fewer_tasks_goes_on_with_its_classifiers(gate: Gate) -> None:
     asked = made(seed=5)[0]
     alone = gate.take({"b"})
     torch.testing.assert_close(margins(alone, asked)[:, 0], margins(gate, asked)[:, 1], rtol=0, atol=1e-5)
-    again, questions, labels = made()
-    kept = [row for row, question in enumerate(questions) if question.task != "a"]
-    rest = again.seen.take(kept)
-    traffic = evidence(alone, asked)[-EACH:]
-    after = refitted(alone, rest, [questions[row] for row in kept], (labels[kept] - 1), traffic, 0.05)[0]
-    assert float((margins(after, asked)[EACH : 2 * EACH] >= 0).float().mean()) >= 0.8
 
 
 def test_what_is_asked_behind_a_greeting_is_seen(gate: Gate) -> None:

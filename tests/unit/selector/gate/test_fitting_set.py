@@ -12,7 +12,7 @@ from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.data.examples import Example, read_task
 from selector.gate.background import everyday_requests, read_background
-from selector.gate.fit import check_questions
+from selector.gate.data import GateData, check_questions
 from selector.gate.fitting_set import FOLDS, GIVEN, REWORDED, GateQuestion, fitting_set
 from selector.gate.variations import text_of
 from selector.gate.wording import in_one_form, wordings
@@ -51,7 +51,7 @@ def test_every_process_draws_the_same() -> None:
 
 
 def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> None:
-    questions = fitting_set({"guild": guild()}, base(), background=asked("x", ["Hi!"]), pictures=True, seed=0)
+    questions = fitting_set(GateData({"guild": guild()}, base(), asked("x", ["Hi!"])), pictures=True, seed=0)
     own = Counter(q.kind for q in questions if q.task == "guild")
     assert own["plain"] == own["wrapped"] == 10  # see `tests.gates`
     assert own["other"] == 20
@@ -68,7 +68,7 @@ def test_every_question_is_asked_in_several_ways_and_a_fifth_is_held_out() -> No
 
 
 def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
-    few = fitting_set({"guild": guild()[:4]}, base(), pictures=True, seed=0)
+    few = fitting_set(GateData({"guild": guild()[:4]}, base()), pictures=True, seed=0)
     own = Counter(q.kind for q in few if q.task == "guild")
     assert (own["plain"], own["wrapped"], own["other"]) == (10, 10, 20)
     assert {text_of(q.messages) for q in few if (q.task, q.kind) == ("guild", "plain")} == {
@@ -80,9 +80,8 @@ def test_a_task_of_few_examples_is_asked_as_often_as_others() -> None:
 def test_classifiers_are_asked_everything_as_it_stands_and_with_phrases_around_it(examples: int) -> None:
     given, requests = asked("x", ["Which guild is the oldest?", "What is a guild?"]), asked("y", ["Hi!"])
     own = {"guild": guild()[:examples]}
-    questions = fitting_set(
-        own, base(), background=requests, near_misses=given, pictures=False, for_classifiers=True, seed=0
-    )
+    data = GateData(own, base(), requests, given)
+    questions = fitting_set(data, pictures=False, for_classifiers=True, seed=0)
     plain = [q for q in questions if q.task and q.kind == "plain"]
     around = [q for q in questions if q.task and q.kind == "wrapped"]
     assert [text_of(q.messages) for q in plain] == [text_of(e.messages) for e in own["guild"]]
@@ -129,21 +128,22 @@ def test_no_question_of_a_task_is_among_those_of_none(seed: int) -> None:
     texts = [text_of(e.messages).replace("guild", "crew") for e in guild()[:8]]
     own = {"guild": guild(), "crew": asked("crew", [*texts, everyday])}
     theirs = {text_of(e.messages).casefold() for examples in own.values() for e in examples}
-    found = {text_of(q.messages).casefold() for q in fitting_set(own, base(), pictures=False, seed=seed) if not q.task}
+    questions = fitting_set(GateData(own, base()), pictures=False, seed=seed)
+    found = {text_of(q.messages).casefold() for q in questions if not q.task}
     assert not theirs & found
 
 
 def test_a_model_of_text_is_asked_about_no_pictures(tmp_path: Path) -> None:
     own = {"colours": read_task(write_task(tmp_path, questions_about("colours", "What colour is the circle?")))}
-    others = [q for q in fitting_set(own, [], pictures=True, seed=0) if q.task is None]
+    others = [q for q in fitting_set(GateData(own), pictures=True, seed=0) if q.task is None]
     assert {bool(q.images) for q in others} == {True, False}  # so that a picture alone tells nothing
     text = {"guild": guild()}
-    assert not any(q.images for q in fitting_set(text, base(), pictures=False, seed=0))
+    assert not any(q.images for q in fitting_set(GateData(text, base()), pictures=False, seed=0))
 
 
 def test_what_no_gate_can_tell_is_refused() -> None:
     everyday = [request.text for request in everyday_requests() if not request.picture]
-    check_questions({"guild": guild(), "base": base()}, asked("x", ["Hi!"]))
+    check_questions(GateData({"guild": guild(), "base": base()}, background=asked("x", ["Hi!"])))
     for own, background, problem in (
         ({"guild": guild(), "empty": []}, [], "needs questions of the task 'empty', and there are none"),
         ({"chat": asked("chat", everyday[:6])}, [], "6 of the 6 questions of the task 'chat' are everyday requests"),
@@ -151,16 +151,16 @@ def test_what_no_gate_can_tell_is_refused() -> None:
         ({"guild": guild()}, guild()[:1], "background request 'guild/0' is also a question of the task 'guild'"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            check_questions(own, background)
+            check_questions(GateData(own, background=background))
     same = asked("same", ["What is it?"] * 8)
     with pytest.raises(ConfigError, match="the task 'same' has one question 8 times"):
-        check_questions({"guild": guild(), "same": same})
+        check_questions(GateData({"guild": guild(), "same": same}))
     shouted = asked("x", [text_of(guild()[0].messages).upper()])
-    check_questions({"guild": guild()}, shouted, near_misses=base())
+    check_questions(GateData({"guild": guild()}, background=shouted, near_misses=base()))
     with pytest.raises(
         ConfigError, match=r"near-miss 'WHICH GUILD OWNS .* \(--not\) is a question of the task 'guild'"
     ):
-        check_questions({"guild": guild()}, near_misses=shouted)
+        check_questions(GateData({"guild": guild()}, near_misses=shouted))
 
 
 def test_background_requests(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_pictures_without_a_word_are_asked_about_too(tmp_path: Path) -> None:
     for line in lines:
         line["messages"][0]["content"].pop()
     pictures = read_task(write_task(tmp_path / "captions", lines))
-    questions = fitting_set({"captions": pictures}, base(), pictures=True, seed=0)
+    questions = fitting_set(GateData({"captions": pictures}, base()), pictures=True, seed=0)
     own = [q for q in questions if q.task == "captions"]
     assert all(sum(part["type"] == "image" for turn in q.messages for part in turn["content"]) == 1 for q in own)
     assert {text_of(q.messages) for q in own if q.kind == "plain"} == {""}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -10,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inducekv_vllm.backbone.footprint import prototypes_of
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.gate import TurnMarks, last_averaged
 from selector.backbone.token_values import evidence_in
-from selector.gate.training import MISSES, TrainedGate, refit_rule, train_gate
+from selector.gate.training import MISSES, TrainedGate, train_gate
 
 S, F, EACH = 2, 48, 120  # more features than prototypes
 TASKS = ("a", "b")
@@ -121,22 +119,3 @@ def test_missing_more_costs_no_more_openings() -> None:
         assert shares == sorted(shares, reverse=True)
     low, high = trained(misses=0.01).thresholds, trained(misses=0.1).thresholds
     assert (high >= low).all()
-
-
-def test_a_rule_fitted_again_keeps_out_what_it_was_told() -> None:
-    """Traffic has the token of task a: told that this is nobody's question, the rule closes for it, and not for b."""
-    gate = gate_of(trained())
-    values = [*prompts(1, EACH, 31), *prompts(None, 2 * EACH, 32), *prompts(0, EACH, 33)]
-    labels = [1] * EACH + [2] * 3 * EACH
-    held_out = [row % 5 == 4 for row in range(len(values))]
-    kinds = ["own"] * EACH + ["noise"] * 2 * EACH + ["traffic"] * EACH
-    weights, thresholds, near, prices = refit_rule(
-        evidence_in(gate, values), labels, held_out, kinds, num_tasks=2, num_prototypes=prototypes_of(2), misses=0.05
-    )
-    after, fresh = replace(gate, weights=weights, thresholds=thresholds), prompts(0, 50, 43)
-    assert routed(gate, fresh).count("a") >= 45
-    assert routed(after, fresh).count(None) >= 45
-    assert routed(after, prompts(1, 50, 41)).count("b") >= 45
-    assert (thresholds > 0).all()
-    assert len(near) == 2
-    assert set(prices[0].opened) == {"noise", "traffic"}

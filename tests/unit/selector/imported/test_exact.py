@@ -21,7 +21,8 @@ from selector.imported.cartridge import cartridge_source
 from selector.imported.peft import peft_source
 from selector.imported.prefix import require_distances
 from selector.imported.text import text_source
-from selector.update.inputs import TaskInputs, check_previous
+from selector.recipes import RECIPES
+from selector.update.inputs import check_continued
 from tests.imported import ADAPTERS, behind_adapter, behind_cache, behind_text, save_adapter, save_cartridge
 from tests.tiny_families import FAMILIES, LATENT_FAMILIES
 from tests.tiny_hybrids import save_lfm2
@@ -103,7 +104,7 @@ def test_an_adapter_of_peft(name: str, llama_folder: Path, llama: Backbone, tmp_
     assert bundle.metadata.payload_dtype == "float32"  # as the checkpoint
     check(llama, bundle, behind_adapter(llama_folder, folder, inputs_of(llama), ANSWER))
     with pytest.raises(BundleError, match="by the recipe 'imported', which the recipe 'paper' cannot continue"):
-        check_previous(llama, TaskInputs([], [], [], bundle), 1, bundle.payload_tokens, "paper")
+        check_continued(bundle, "paper", RECIPES["paper"].continues)
     halved = import_source(llama, peft_source(folder), task="t", dtype="float16")
     assert halved.payload_keys.dtype is torch.float16
     assert torch.allclose(halved.payload_keys.float(), bundle.payload_keys, atol=1e-2)

@@ -63,26 +63,22 @@ def refusal(read: Callable[[], Source], backbone: Backbone, dtype: PayloadDtype 
 # ---- adapters of PEFT -----------------------------------------------------------------------------------------------
 
 
-def adapter(folder: Path, config: Any = PREFIX, weights: Any = None, name: str = "adapter_model.safetensors") -> Path:
+def adapter(folder: Path, config: Any = PREFIX, weights: Any = None) -> Path:
     """A good one, but for what is given; `weights` None: of the right shape."""
     folder.mkdir()
     (folder / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     if weights is None:
         weights = {"prompt_embeddings": torch.zeros(TOKENS, WIDTH)}
     if isinstance(weights, bytes):
-        (folder / name).write_bytes(weights)
-    elif name.endswith(".bin"):
-        torch.save(weights, folder / name)
+        (folder / "adapter_model.safetensors").write_bytes(weights)
     else:
-        save_file(weights, folder / name)
+        save_file(weights, folder / "adapter_model.safetensors")
     return folder
 
 
 def test_the_good_ones_are_good(llama: Backbone, tmp_path: Path) -> None:
     """Otherwise each of the others might be refused for another reason."""
     assert import_source(llama, peft_source(adapter(tmp_path / "a")), task="t").payload_tokens == TOKENS
-    pickled = adapter(tmp_path / "b", name="adapter_model.bin")
-    assert import_source(llama, peft_source(pickled), task="t").payload_tokens == TOKENS
     embeddings = {"prompt_embeddings": torch.zeros(TOKENS, HIDDEN)}
     assert import_source(llama, peft_source(adapter(tmp_path / "c", PROMPT, embeddings)), task="t").payload_tokens
     good = cartridge_source(cartridge(tmp_path / "d.pt"))
@@ -144,21 +140,6 @@ WEIGHTS: list[tuple[Any, str]] = [
 def test_damaged_weights(weights: Any, problem: str, llama: Backbone, tmp_path: Path) -> None:
     with pytest.raises(InduceKVError, match=problem):
         import_source(llama, peft_source(adapter(tmp_path / "a", weights=weights)), task="t")
-
-
-@pytest.mark.parametrize(
-    ("weights", "problem"),
-    [
-        ([torch.zeros(2)], "expected the tensor 'prompt_embeddings' alone, found list"),
-        ({"other": torch.zeros(2)}, "alone, found other"),
-        ({"prompt_embeddings": "text"}, "expected a tensor of floating-point numbers, found str"),
-        (b"no zip", "not a file of torch.save"),
-    ],
-)
-def test_damaged_weights_of_torch(weights: Any, problem: str, llama: Backbone, tmp_path: Path) -> None:
-    folder = adapter(tmp_path / "a", weights=weights, name="adapter_model.bin")
-    with pytest.raises(InduceKVError, match=problem):
-        import_source(llama, peft_source(folder), task="t")
 
 
 def test_missing_files_of_an_adapter(tmp_path: Path) -> None:
@@ -252,10 +233,6 @@ def test_code_is_refused_and_never_run(llama: Backbone, tmp_path: Path) -> None:
     torch.save({"trainable_keys": nn.Linear(1, 1)}, path)  # a class of torch, and not one that is needed
     with pytest.raises(InduceKVError, match=r"which is not run: .*torch\.nn\.modules\.linear\.Linear"):
         cartridge_source(path)
-    folder = adapter(tmp_path / "a", weights=b"", name="adapter_model.bin")
-    torch.save({"prompt_embeddings": Code(ran)}, folder / "adapter_model.bin")
-    with pytest.raises(InduceKVError, match=r"which is not run: .*mkdir"):
-        peft_source(folder).prefix(llama)
     assert not ran.exists()
 
 

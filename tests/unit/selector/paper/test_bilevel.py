@@ -1,4 +1,4 @@
-"""The bilevel loop on small analytic problems: descent, collapse, resumption, and the unrolled hypergradient."""
+"""The bilevel loop on small analytic problems: descent, collapse and resumption."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.paper.bilevel import SelectionProblem, SelectionState, iterate, outer_step, select
-from selector.paper.calibration import Calibration, fit
+from selector.paper.calibration import Calibration
 from selector.paper.settings import PaperSettings, SelectionSettings
 from selector.update.coverage import Coverage
 from tests.unit.selector.exact import unit_vectors
@@ -74,27 +74,6 @@ def test_alternation_takes_the_plain_partial_gradient() -> None:
     torch.testing.assert_close(state.weights, outer_step(start().weights, gradient, SETTINGS))
 
 
-def test_the_unrolled_hypergradient_agrees_with_finite_differences() -> None:
-    settings = SETTINGS.model_copy(update={"hypergradient": "unrolled", "inner_steps": 4})
-    warm = fit(Calibration.initial(LAYERS), lambda p, s: Analytic().current_loss(start().weights, p, (s,)), 2)
-    state = replace(start(), calibration=warm)
-
-    def after_inner_steps(weights: Tensor) -> float:
-        fitted = fit(warm, lambda p, s: Analytic().current_loss(weights, p, (0, s)), 4)
-        loss = Analytic().current_loss(weights, fitted.phi, (0, 4))
-        return float(loss + 0.3 * Analytic().anchor_loss(weights, fitted.phi, (0, 4)))
-
-    w, h = state.weights, 1e-5
-    steps = h * torch.eye(N, dtype=torch.float64)
-    slopes = [(after_inner_steps(w + step) - after_inner_steps(w - step)) / (2 * h) for step in steps]
-    expected = torch.tensor(slopes, dtype=torch.float64)
-    moved = iterate(problem(settings=settings, gamma=0.0), state).weights
-    torch.testing.assert_close(moved, outer_step(w, expected, settings), rtol=1e-7, atol=1e-9)
-    alternating = settings.model_copy(update={"hypergradient": "alternating"})
-    partial = iterate(problem(settings=alternating, gamma=0.0), state)
-    assert (moved - partial.weights).abs().max() > 1e-6, "the inner steps make no difference: nothing was tested"
-
-
 def test_a_steep_loss_collapses_under_the_plain_step_and_not_under_the_normalized_one() -> None:
     plain = select(problem(scale=50, has_anchors=False), start())
     assert plain.collapsed(BUDGET)
@@ -117,7 +96,6 @@ def test_a_loss_that_is_no_number_stops_the_run() -> None:
         ({"beta": float("nan")}, "beta must be a finite number"),
         ({"gamma": -0.1}, "gamma must be at least 0"),
         ({"outer_step": 0.0}, "outer_step must be above 0"),
-        ({"hypergradient": "exact"}, "alternating or unrolled, found 'exact'"),
         ({"step_rule": "huge"}, "plain or normalized, found 'huge'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The inner problem: its steps are torch's AdamW."""
+"""The inner problem: where it starts, and that its steps are torch's AdamW."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selector.paper.calibration import L2_PENALTY, Calibration, fit
 LAYERS = 3
 
 
-def bowl(phi: Tensor, shift: Tensor | float = 0.5) -> Tensor:
+def bowl(phi: Tensor, shift: float = 0.5) -> Tensor:
     """Smooth, not quadratic, minimum away from the start."""
     return (torch.cosh(phi - shift) * torch.tensor([1.0, 2.0, 0.5, 3.0])).sum()
 

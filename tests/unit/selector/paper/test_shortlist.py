@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from selector.paper.shortlist import at_random, nearest
+from selector.paper.shortlist import nearest
 from tests.unit.selector.exact import unit_vectors
 
 
@@ -33,9 +33,3 @@ def test_it_is_the_ranking_by_best_rank(count: int, num_queries: int) -> None:
 def test_a_shortlist_as_long_as_the_pool_is_the_pool() -> None:
     keys = unit_vectors(7, 4)
     assert nearest(keys, keys[:2], 7).tolist() == nearest(keys, keys[:2], 99).tolist() == list(range(7))
-    assert at_random(7, 99, 0).tolist() == list(range(7))
-
-
-def test_the_random_control_follows_the_seed() -> None:
-    assert at_random(100, 10, 0).tolist() == at_random(100, 10, 0).tolist() != at_random(100, 10, 1).tolist()
-    assert len(set(at_random(100, 10, 0).tolist())) == 10

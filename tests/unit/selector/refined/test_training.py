@@ -246,7 +246,6 @@ def test_a_question_is_never_answered_with_the_entry_that_was_made_of_it(problem
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0"),
         ({"gate_misses": 0.6}, "gate_misses must be at most 0.5, found 0.6"),
-        ({"entry_policy": "first"}, "entry_policy must be random or k-center"),
         ({"activation": "answer"}, "activation must be prompt, text, generation or search, found 'answer'"),
         ({"weighting": "sqrt"}, "weighting must be prior or uniform, found 'sqrt'"),
         ({"form": "merged", "weighting": "uniform"}, "merged memory acts on the whole prompt .* weighting 'uniform'"),

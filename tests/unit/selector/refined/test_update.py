@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.source import source_digest_of
@@ -17,15 +18,20 @@ from selector.backbone.bundled_model import BundledModel
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
+from selector.data.given import read
 from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
 from selector.refined.candidates import AS_GOOD_ON_A_HYBRID, LEARNING_RATES, best_first
+from selector.refined.checks import check_tasks
+from selector.refined.estimate import estimate
 from selector.refined.settings import RefinedSettings
 from selector.refined.training import Training
 from selector.refined.update import update_refined
 from selector.runtime.checkpoint import Checkpoint
+from selector.runtime.running import Run
 from selector.update.inputs import TaskInputs
 from selector.update.result import UpdateResult
+from tests.tiny_families import TEXT_SIZES, save_text
 
 SMALL: dict[str, Any] = {
     "budget": 8,
@@ -65,7 +71,9 @@ def learn(
     inputs = TaskInputs(named[:8], named[8:], anchors, previous)
     folder.mkdir(exist_ok=True)
     checkpoint, _ = Checkpoint.open(folder / task, changes)
-    return update_refined(llava, inputs, RefinedSettings(**(SMALL | changes)), checkpoint)
+    settings = RefinedSettings(**(SMALL | changes))
+    check_tasks(inputs, settings)
+    return update_refined(llava, inputs, settings, Run(checkpoint))
 
 
 def test_what_a_task_learns_does_not_depend_on_the_tasks_before(
@@ -152,6 +160,20 @@ def test_memory_from_a_layer_on_has_no_effect_before_it(
     for trained in (bundle.payload_values, bundle.map_out):
         acts = trained.flatten(1).any(dim=1).tolist()  # [L]
         assert acts == [number >= layer for number in range(len(acts))]
+
+
+def test_a_dry_run_times_what_is_trained_where_windows_alternate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may begin to act at the gate's last layer, and a gate looks at layers that see all of a prompt."""
+    kinds = [*["sliding_attention"] * 3, "full_attention"]
+    sizes = TEXT_SIZES | {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 16}
+    backbone = Backbone.load(save_text(tmp_path / "model", Gemma3TextConfig, **sizes, query_pre_attn_scalar=64))
+    examples = read([{"prompt": f"Which key opens chest {n}?", "answer": "red"} for n in range(12)], "keys")
+    begun = set[int]()
+    monkeypatch.setattr(Training, "take_step", lambda training: begun.add(training.problem.first_layer))
+    estimate(backbone, TaskInputs(examples[:8], examples[8:], (), None), RefinedSettings(**SMALL, activation="search"))
+    assert begun == {0, 3}
 
 
 def measured(result: UpdateResult) -> dict[tuple[str, int, float], tuple[int, float]]:

@@ -1,13 +1,13 @@
-"""A document to be learned: its text, its name, and which entry stands for it."""
+"""A document to be learned in place of a task: its text, its name, and which entry stands for it."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 
-from inducekv_vllm.bundle import Bundle, EntryRecord
+from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.bundle.metadata import MAX_ID, is_unicode
-from inducekv_vllm.errors import BundleError, TaskDataError
+from inducekv_vllm.errors import TaskDataError
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,3 @@ class Document:
     @property
     def record(self) -> EntryRecord:
         return EntryRecord(id=f"document/{self.name}"[-MAX_ID:], task=self.name, source_digest=self.digest)
-
-    def check_previous(self, previous: Bundle | None) -> None:
-        """Raises BundleError: it is no memory of this document."""
-        found = [entry.id for entry in previous.metadata.entries] if previous is not None else [self.record.id]
-        if found != [self.record.id]:
-            raise BundleError(
-                f"the previous bundle is no memory of the document {self.name!r}: expected the one entry "
-                f"{self.record.id!r}, found {', '.join(map(repr, found)) or 'none'}"
-            )
