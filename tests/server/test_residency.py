@@ -27,8 +27,9 @@ from server.endpoint import bring_bundles
 from server.engines import Engines
 from server.pool import PoolSize, Recency
 from server.registry import BundleRegistry
+from server.requests import status_of
 from server.schemas import Change
-from server.state import ServerState
+from server.state import ServerState, StateError
 from server.versions import TURN, Turn
 from tests.bundles import FINGERPRINT, random_bundle
 from tests.server.registries import RUN, Workers, begin, end, models
@@ -459,6 +460,28 @@ async def test_every_route_of_vllms_says_that_there_is_no_room() -> None:
         await serving._check_model(SimpleNamespace(model="m"))
     error = create_error_response(refused.value).error
     assert (error.code, error.type, error.message) == (507, "Insufficient Storage", "m does not fit")
+
+
+async def test_a_state_that_cannot_be_read_is_the_servers_fault(pool: Pool) -> None:
+    """Not the request's, on every route; and its path is nobody's."""
+    await pool.load("n0")
+
+    async def check(request: Any) -> None:
+        raise AssertionError("nobody knows what it is")
+
+    serving = SimpleNamespace(_check_model=check)
+    table = pool.registry._names._models
+    bring_bundles(State({"serving": serving}), table, pool.registry, InduceKVConfig())
+    pool.registry.state._watch.close()
+    with pytest.raises(VLLMError) as refused:
+        await serving._check_model(SimpleNamespace(model="n1"))
+    error = create_error_response(refused.value).error
+    assert (error.code, str(pool.folder) in error.message) == (503, False)
+    with pytest.raises(RetryableRequestError, match="the state file cannot be read"), pool.registry.lease("n0"):
+        pass
+    with pytest.raises(RetryableRequestError, match="the state file cannot be read"):
+        assert "n0" in table.lora_requests
+    assert status_of(StateError("it cannot be written")) == 503
 
 
 def test_what_takes_no_room_in_the_pool_does_not_leave_it(files: Path) -> None:
