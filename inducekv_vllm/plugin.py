@@ -11,8 +11,6 @@ from . import SUPPORTED_VLLM
 from .errors import UnsupportedModel
 
 CPU_BACKEND = "inducekv_vllm.attention.merged.cpu_backend.InduceKVCPUBackend"
-# `make compat` sets it, to find out which versions the range may hold.
-ANY_VERSION_VARIABLE = "INDUCEKV_ANY_VLLM"
 WARNED_VARIABLE = "INDUCEKV_WARNED_OF_VLLM"  # the version, once somebody was told of it
 MODELS = {"LLaVAOneVision1_5_ForConditionalGeneration": "inducekv_vllm.models.llava_onevision1_5_vllm"}
 FLASH_BACKEND = "inducekv_vllm.attention.merged.flash.InduceKVFlashBackend"
@@ -26,8 +24,7 @@ def register() -> None:
     Raises:
         UnsupportedModel: the installed vLLM is too old, or newer than those that were tried and lacks what is needed.
     """
-    if os.environ.get(ANY_VERSION_VARIABLE) != "1":
-        check_vllm_version(installed_vllm())
+    check_vllm_version(installed_vllm())
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from .vllm_seams.refused_start import watch_start

@@ -22,7 +22,7 @@ from ..facts import unpacked
 from ..retrieval.entry_terms import Form, Weighting
 from .activation import Activation, earliest
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 MAX_WORDINGS: Final = 32  # of a fact's question, beside the question
 MAX_WORDING_BYTES: Final = 100
 MAX_ID: Final = 256  # characters; traces and audit chains repeat the ids of the entries that each answer has used
@@ -168,7 +168,7 @@ class BundleMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1]  # `FORMAT_VERSION`
+    format_version: Literal[2]  # `FORMAT_VERSION`
     backbone: BackboneFingerprint
     budget: Size  # the maximum number of entries
     payload_tokens: Size  # m

@@ -22,7 +22,6 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="model folder or Hugging Face id")
-    parser.add_argument("--device", default="cpu", help="torch device of the model (default cpu)")
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from .columns import ColumnOptions, columns_of
 from .common import SUCCESS, add_bundle, print_table
 from .flags import add_flags
 from .gate_decisions import Asked, Outcomes, decided, outcomes, print_nearest, print_outcomes, read_asked
-from .loading import load_backbone
+from .loading import load_backbone, usual_device
 from .missed import misses, print_misses
 from .publish import require_address
 
@@ -93,7 +93,7 @@ def _show_gate(options: argparse.Namespace, bundle: Bundle) -> None:
 
 
 def _backbone(options: argparse.Namespace, bundle: Bundle) -> Backbone:
-    backbone = load_backbone(options.model, options.device)
+    backbone = load_backbone(options.model, usual_device())
     bundle.require_backbone(backbone.fingerprint, str(options.path))
     return backbone
 
@@ -154,6 +154,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--model", help="answer here, with this model folder or Hugging Face id")
     asked.add_argument("--url", help="ask the server at this address, which has the bundle")
-    parser.add_argument("--device", default="cpu", help="with --model: torch device (default cpu)")
     parser.add_argument("--gate", action="store_true", help="answer nothing, and print only what the gate decides")
     add_flags(parser, {"": ColumnOptions})

@@ -8,6 +8,13 @@ if TYPE_CHECKING:
     from ..backbone.model import Backbone
 
 
+def usual_device() -> str:
+    """The first GPU that torch sees, else the CPU: `CUDA_VISIBLE_DEVICES` says which it sees."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> Backbone:
     """Without transformers' progress bars; `dtype` is a name of torch's. Raises as `Backbone.load` does."""
     import torch

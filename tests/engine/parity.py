@@ -451,7 +451,7 @@ class MemoryEngine:
         self, questions: Sequence[Prompt], tasks: Sequence[str | None], *, by_classifiers: bool = False, **changes: Any
     ) -> Iterator[None]:
         """With the bundle of `gated_bundle` loaded as "gated", or that of `behind_classifiers`."""
-        path = self.world.paths["first"].with_name("gated.safetensors")
+        path = next(iter(self.world.paths.values())).with_name("gated.safetensors")
         bundle = gated_bundle(self.world, questions, tasks, **changes)
         self.bundles["gated"] = behind_classifiers(bundle, self.world, questions, tasks) if by_classifiers else bundle
         write_bundle(self.bundles["gated"], path)

@@ -75,7 +75,7 @@ EVERY = FAMILIES | WITH_WINDOWS | LATENT_FAMILIES | HYBRIDS
 EXAMPLES = 16
 SETTINGS = [
     *("--budget", "4", "--payload-tokens", "4", "--activation", "generation", "--facts", "off"),
-    *("--steps", "12", "--all-steps", "--learning-rate", "0.3", "--precision", "float32", "--allow-worse"),
+    *("--steps", "12", "--learning-rate", "0.3", "--precision", "float32", "--allow-worse"),
 ]
 
 

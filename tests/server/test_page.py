@@ -220,7 +220,7 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
             page.screenshot(tmp_path / f"{width}-{'dark' if dark else 'light'}.png")
             assert page.run("document.documentElement.scrollWidth <= innerWidth")
 
-        page.run(f"{FACT} = 'Bo'")
+        page.run("document.querySelector('#facts textarea').value = 'Bo'")
         press("Correct", "#facts")
         page.wait_for(f"{text('message')}.endsWith('is corrected')")
         page.wait_for(f"{FACT} === 'Bo'")

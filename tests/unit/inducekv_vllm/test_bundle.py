@@ -80,7 +80,7 @@ def test_round_trip_keeps_every_bit(path: Path, bundle: Bundle) -> None:
     write_bundle(bundle, path)
     again = read_bundle(path)
     assert again.metadata == bundle.metadata
-    assert again.metadata.format_version == FORMAT_VERSION == 1
+    assert again.metadata.format_version == FORMAT_VERSION == 2
     with safetensors.safe_open(path, "pt") as opened:
         library = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  it is no dictionary
     assert library.keys() == again.tensors().keys() == bundle.tensors().keys()
@@ -357,8 +357,8 @@ def test_tensors_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"format_version": 7, "payload_digests": []}, "format version 7 is not supported, expected 1"),
-        ({"format_version": None}, "format version None is not supported, expected 1"),
+        ({"format_version": 7, "payload_digests": []}, "format version 7 is not supported, expected 2"),
+        ({"format_version": None}, "format version None is not supported, expected 2"),
         ({"gate": GATE.record.model_dump()}, "a relevance gate needs tasks and what it looks at, or neither"),
         ({"weighting": "cube"}, "weighting"),
         ({"budget": 4}, "5 entries exceed the budget of 4"),

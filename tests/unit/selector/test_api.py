@@ -15,6 +15,8 @@ import selector
 import selector.api
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.model import Backbone
+from selector.data.given import read
+from selector.recipes import DEFAULT
 from selector.refined.settings import RefinedSettings
 from selector.run import TaskRequest, checked
 from tests.unit.selector.stream import SMALL, Stream
@@ -134,7 +136,7 @@ def test_other_wordings_make_another_run() -> None:
     """What an earlier run has left is not taken for theirs."""
     rows = [{"prompt": f"Who keeps the {place}?", "answer": keeper} for place, keeper in KEEPERS.items()]
     runs = [
-        checked(TaskRequest(pytest.fail, selector.api.read([row | also for row in rows]), None, RefinedSettings())).run
+        checked(TaskRequest(pytest.fail, DEFAULT, RefinedSettings(), read([row | also for row in rows]))).run
         for also in ({}, {"also": []}, {"also": ["Its keeper?"]})
     ]
     assert runs[0] == runs[1] != runs[2]
