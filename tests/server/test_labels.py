@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -13,15 +12,11 @@ from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.protocol import Decision, Untouched
 from server import metrics
 from server.metrics import RegistryMetrics
+from server.pool import Phase, Version
 from tests.server.registries import BUNDLES
 
-VERSION = SimpleNamespace(
-    memory=ServedBundle(BUNDLES["a"].metadata, "a.safetensors", 1),
-    resident_bytes=1,
-    is_named=True,
-    is_pinned=False,
-    active=0,
-)
+VERSION = Version(BUNDLES["a"].digest, phase=Phase.RESIDENT, nbytes=1)
+VERSION.memory = ServedBundle(BUNDLES["a"].metadata, "a.safetensors", 1)
 
 
 def labels() -> set[str]:
