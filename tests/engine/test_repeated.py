@@ -1,6 +1,6 @@
 """A request whose decision is known is answered as it was before, whatever was decided, and so is each of its samples.
 
-`test_gpu_attention.py` runs this file on V2, too; `test_scheduler.py` has asynchronous scheduling.
+On the V1 runner; `test_scheduler.py` has V2 and asynchronous scheduling, with a runner that stands in.
 """
 
 from __future__ import annotations
