@@ -7,6 +7,7 @@ DIR has a folder for each set, with JSON lines (`.jsonl` or `.jsonl.gz`) of thes
 
     {"question": ..., "answer": ..., "paraphrases": [...], "locality": [{"question": ..., "answer": ..., "kind": ...}]}
     {"question": ..., "answer": ..., "same": [...], "other": [...]}          the same, with one kind of locality
+    {"question": ..., "asked": ..., "same": false}                           "asked" asks something else, or the same
     {"multi_hop": [...]}                                                     questions that no fact of the set answers
     {"question": ...} or {"text": ...}                                       requests that no set answers
 
@@ -37,7 +38,7 @@ from inducekv_vllm.facts import QuestionIndex, same_words
 RESULTS: Final = Path(__file__).parents[2] / "results" / "facts_public.json"
 SIZES: Final = (100, 1000, 10_000)
 TOGETHER: Final = "together"
-MULTI_HOP, RESEMBLES = "multi-hop", "resembles"
+MULTI_HOP, RESEMBLES, CONTRAST = "multi-hop", "resembles", "contrast"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def read_sets(folder: Path) -> tuple[list[FactSet], dict[str, list[str]]]:
         for row in (row for file in sorted(path.glob("*.jsonl*")) for row in rows_of(file)):
             if "multi_hop" in row:
                 made.untouched += [(question, MULTI_HOP) for question in row["multi_hop"]]
+            elif "asked" in row:
+                add_contrast(made, row)
             elif "question" in row and ("paraphrases" in row or "same" in row):
                 made.facts.append(fact_of_row(row))
             elif "intent" not in row and ("text" in row or "question" in row):
@@ -108,6 +111,15 @@ def read_sets(folder: Path) -> tuple[list[FactSet], dict[str, list[str]]]:
         if made.facts:
             sets.append(made)
     return sets, outside
+
+
+def add_contrast(made: FactSet, row: Mapping[str, Any]) -> None:
+    """A row of a question and one that nearly says the same; a question's rows follow each other."""
+    words, others = ([row["asked"]], []) if row["same"] else ([], [(row["asked"], None, CONTRAST)])
+    if made.facts and made.facts[-1].question == row["question"]:
+        last = made.facts.pop()
+        words, others = [*last.paraphrases, *words], [*last.locality, *others]
+    made.facts.append(Fact(row["question"], row["question"], words, others))
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
