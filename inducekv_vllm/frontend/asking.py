@@ -14,12 +14,13 @@ from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 
 from ..backbone.fact_reader import AskedQuestion, FactReader
+from ..backbone.judged import Judged
 from ..backbone.stored_facts import NO_ANSWER
 from ..bundle import BackboneFingerprint
 from ..facts import NO_FACTS, AskedFacts, Pair
 from ..facts.judge import known_pairs
 from ..vllm_seams.logs import logger_of
-from .judging import Judged
+from .judging import judge_params, odds_in
 from .served_bundle import ServedBundle
 
 logger = logger_of(__name__)
@@ -98,10 +99,10 @@ class FactJudge:
 
     async def _measure(self) -> None:
         prompts = self.judged.prompts([pair for pair, _ in known_pairs()])
-        outputs = list[RequestOutput]()
+        odds = list[float]()
         for at in range(0, len(prompts), MEASURED_AT_ONCE):
-            outputs += await self._asked(prompts[at : at + MEASURED_AT_ONCE])
-        found = self.judged.measure(outputs)
+            odds += await self._asked(prompts[at : at + MEASURED_AT_ONCE])
+        found = self.judged.measured(odds)
         logger.info(
             "the model %s other wordings of facts: AUROC %.3f, of the package's pairs it finds %.0f%% at a threshold "
             "of %.2f, and takes %.1f%% of those that ask something else",
@@ -112,15 +113,16 @@ class FactJudge:
             100 * found.passed,
         )
 
-    async def _asked(self, prompts: Sequence[list[int]]) -> list[RequestOutput]:
+    async def _asked(self, prompts: Sequence[list[int]]) -> list[float]:
         return await asyncio.gather(*map(self._answer, prompts))
 
-    async def _answer(self, token_ids: list[int]) -> RequestOutput:
-        outputs = self._generate(tokens_input(token_ids), self.judged.params, f"judge-{uuid4()}")
+    async def _answer(self, token_ids: list[int]) -> float:
+        prompt = self.judged.prompt
+        outputs = self._generate(tokens_input(token_ids), judge_params(prompt), f"judge-{uuid4()}")
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if output.finished:
-                    return output
+                    return odds_in(output, prompt)
         raise RuntimeError("the engine ended a request without an answer")
 
 

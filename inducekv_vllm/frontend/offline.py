@@ -31,16 +31,16 @@ from vllm.sampling_params import SamplingParams
 
 from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.fingerprint import backbone_fingerprint
+from ..backbone.judged import Judged
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import Candidates
 from ..bundle import Bundle, FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
-from ..facts import AskedFacts, Pair
-from ..facts.judge import known_pairs
+from ..facts import AskedFacts
 from ..protocol import Decided, Decision
 from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
-from .judging import Judged
+from .judging import judge_params, odds_in
 from .loading import load
 from .memory_engine import pop_decided
 from .pictures import picture_params, state_in
@@ -273,31 +273,19 @@ class MemoryLLM:
             question = self._facts.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"]) if facts else None
             found.append([self._candidates(memory, question) for memory in each])
         pairs = [pair for of_prompt in found for each in of_prompt if not each.by_words for pair in each.pairs.values()]
-        odds = self._odds(pairs)
-        judged = self._judged
-        threshold = judged.threshold if judged.may_judge else 0.0
-        return [tuple(each.settled(odds, threshold, judged.why_not) for each in of_prompt) for of_prompt in found]
+        judged, odds = self._judged, self._judged.odds(pairs, self._said) if pairs else {}
+        return [tuple(each.settled(odds, judged.threshold, judged.why_not) for each in of_it) for of_it in found]
 
     def _candidates(self, memory: ServedBundle, question: AskedQuestion | None) -> Candidates:
         if question is None or not memory.metadata.facts:
             return Candidates(())
         return memory.questions.candidates(question.text, has_media=question.has_media)
 
-    def _odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
-        """What the model judges, if it is able; that is measured the first time."""
-        judged = self._judged
-        if not pairs:
-            return {}
-        if judged.ability is None:
-            judged.measure(self._said(judged.prompts([pair for pair, _ in known_pairs()])))
-        if not judged.may_judge:
-            return {}
-        if new := judged.new(pairs):
-            judged.take(new, self._said(judged.prompts(new)))
-        return judged.known(pairs)
-
-    def _said(self, prompts: Sequence[list[int]]) -> list[RequestOutput]:
-        return self._run(list(map(tokens_input, prompts)), [self._judged.params] * len(prompts), None)
+    def _said(self, prompts: Sequence[list[int]]) -> list[float]:
+        """By the model as a judge."""
+        prompt = self._judged.prompt
+        params = [judge_params(prompt)] * len(prompts)
+        return [odds_in(each, prompt) for each in self._run(list(map(tokens_input, prompts)), params, None)]
 
     @cached_property
     def _judged(self) -> Judged:
