@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from ..bundle import BundleMetadata, FactRecord
@@ -62,15 +62,12 @@ class Candidates:
 class StoredQuestions:
     """See the module docstring. Any thread may use it."""
 
-    def __init__(self, metadata: BundleMetadata) -> None:
-        self._facts = metadata.facts
-        gated = frozenset(metadata.gate_tasks)
-        self._open = self._questions(lambda fact: fact.picture is None and fact.task not in gated)
+    def __init__(self, facts: Sequence[FactRecord], gate_tasks: Collection[str] = ()) -> None:
+        """`gate_tasks`: those that a gate lets requests have. It tells what is asked there, and names tell of what."""
+        self._facts = facts
+        self._open = self._questions(lambda fact: fact.picture is None and fact.task not in gate_tasks)
         self._shown = self._questions(lambda fact: fact.picture is not None)
-        tasks = [task for task in metadata.fact_tasks if task in gated]
-        self._gated = [
-            self._questions(lambda fact, of=task: fact.picture is None and fact.task == of) for task in tasks
-        ]
+        self._gated = [self._questions(partial(_is_of, task)) for task in sorted(gate_tasks)]
 
     def candidates(self, text: str, *, has_media: bool) -> Candidates:
         """The facts that a text asks for by its words, and those that it may ask for.
@@ -104,6 +101,10 @@ class StoredQuestions:
 
     def _questions(self, belongs: Callable[..., bool]) -> _Questions:
         return _Questions(self._facts, [number for number, fact in enumerate(self._facts) if belongs(fact)])
+
+
+def _is_of(task: str, fact: FactRecord) -> bool:
+    return fact.task == task and fact.picture is None
 
 
 def _missed(found: Mapping[int, Found]) -> FactMissed | None:

@@ -53,6 +53,7 @@ class Language:
         self.ignored, self.moving = self._listed(described["ignored"]), self._listed(described["moving"])
         self.particles, self.negating = self._listed(described["particles"]), self._listed(described["negating"])
         self.telling = self._listed(described["telling"]) | self.particles | self.negating
+        self.tenses = [self._listed(each) for each in described["tenses"]]
         self.opposite = tuple(described["opposite"].split())
         self._requests, self._counts = int(counted.get("requests", 0)), dict(counted.get("stems", {}))
 

@@ -12,6 +12,7 @@ from .text import Word, is_number, normalised, words_of
 NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _QUOTED: Final = re.compile(r"[\"“”„«»‘`]([^\"“”„«»’`\n]{1,100})[\"“”„«»’`]")
+_BETWEEN: Final = frozenset("/\\|*~^<>=@")  # symbols that only stand between words
 Key = tuple[str, ...]
 
 
@@ -35,7 +36,8 @@ class Question:
 
     key: Key  # equal for wordings of one question, whatever else there is
     terms: dict[str, Term]  # by their keys
-    telling: frozenset[str]  # words that make another question, who, not, before
+    telling: frozenset[str]  # words that make another question: when, only, before
+    tenses: frozenset[int]  # those that it has
     is_negated: bool
     quoted: frozenset[str]  # in lower case
 
@@ -76,6 +78,7 @@ def read(text: str, language: Language) -> Question:
         _key(words, language),
         _terms(words, plain, language),
         language.said(language.telling, plain),
+        frozenset(number for number, words in enumerate(language.tenses) if language.said(words, plain)),
         len(language.said(language.negating, plain)) % 2 == 1,
         frozenset(match.casefold() for match in _QUOTED.findall(written)),
     )
@@ -88,6 +91,8 @@ def _terms(words: list[Word], plain: str, language: Language) -> dict[str, Term]
     for word in language.content(plain):
         stem = language.stem(word.text)
         is_exact = is_number(word.text) or not any(map(str.isalnum, word.text))
+        if word.text in _BETWEEN:
+            continue
         is_name = word.is_capital and has_case and not (language.capitalises_nouns and language.is_common(stem))
         if word.text == first:  # a capital letter says nothing there
             is_name = is_name and not language.is_common(stem)

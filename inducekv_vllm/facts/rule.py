@@ -21,6 +21,7 @@ from rapidfuzz.distance import OSA
 from .language import Language
 from .question import Question, Term
 
+FEW: Final = 2  # words that only one of two says, where the others are the same
 SPELLED: Final = 5  # letters of a name that may have a typing error
 NAMED: Final = 0.9  # of what tells a question's fact from others
 
@@ -53,7 +54,7 @@ def compare(stored: Question, asked: Question, language: Language) -> Comparison
     differs = (
         _first("{!r} is in one of them alone", _exact(missing, added))
         or _first("{!r} is quoted in one of them alone", sorted(stored.quoted ^ asked.quoted))
-        or ("one of them is negated" if stored.is_negated != asked.is_negated else None)
+        or ("one of them is negated" if _is_turned(stored, asked, missing, added) else None)
         or _first("it asks the opposite: {!r}", _opposite(missing, added, language))
         or _first("it does not name {!r}", _unnamed(missing, added))
         or _first("it names {!r}", _other_names(missing, added))
@@ -136,6 +137,11 @@ def _other_names(missing: list[Term], added: list[Term]) -> list[str]:
     return [term.word for term in added if term.is_name]
 
 
+def _is_turned(stored: Question, asked: Question, missing: list[Term], added: list[Term]) -> bool:
+    """Whether all that both say but a word or two is negated in one of them."""
+    return stored.is_negated != asked.is_negated and len(missing) + len(added) <= FEW
+
+
 def _telling(
     stored: Question, asked: Question, missing: list[Term], added: list[Term], language: Language
 ) -> list[str]:
@@ -144,6 +150,8 @@ def _telling(
     if missing or added:
         return []
     in_place = ours | theirs if ours & language.particles and theirs & language.particles else frozenset()
+    if stored.tenses and asked.tenses and stored.tenses.isdisjoint(asked.tenses):
+        in_place |= {"tense"}
     return sorted((ours | theirs) - language.particles) or sorted(in_place)
 
 

@@ -28,7 +28,7 @@ class ServedBundle(DatedEntries):
     @cached_property
     def questions(self) -> StoredQuestions:
         """Of its facts. With very many it takes seconds the first time."""
-        return StoredQuestions(self.metadata)
+        return StoredQuestions(self.metadata.facts, self.metadata.gate_tasks)
 
     async def stored_questions(self) -> StoredQuestions:
         """The same, made in a thread."""
