@@ -77,7 +77,11 @@ class Language:
         return listed & {word.text for word in words_of(plain)}
 
     def is_function_word(self, word: str) -> bool:
-        return word in self._function or (self.code == "ja" and _HIRAGANA.fullmatch(word) is not None)
+        return (
+            word in self._function
+            or word in self.telling
+            or (self.code == "ja" and _HIRAGANA.fullmatch(word) is not None)
+        )
 
     def weight(self, stem: str) -> float:
         """How much a word tells: 1 if no everyday request has it, `LEAST_WEIGHT` if many have."""

@@ -57,7 +57,12 @@ def key_of(text: str, language: Language) -> Key:
 
 
 def _key(words: list[Word], language: Language) -> Key:
-    kept = [word.text for word in words if word.text not in language.ignored]
+    last = len(words) - 1
+    kept = [
+        word.text
+        for at, word in enumerate(words)
+        if word.text not in language.ignored or (word.text == "a" and at and (word.is_capital or at == last))  # plan A
+    ]
     moving = sorted(word for word in kept if word in language.moving)
     return (*(word for word in kept if word not in language.moving), "", *moving)
 
