@@ -110,22 +110,12 @@ def test_a_request_of_any_length_takes_little_time(long: str) -> None:
     assert time.perf_counter() - began < 5  # 1.5 s for the longest on a busy machine, and minutes without a bound
 
 
-def test_the_beginning_and_the_end_of_a_long_request_are_read() -> None:
-    question = "What is the wifi password of the Berlin office?"
-    for request in (f"{question} {FILLED * 5000}", f"{FILLED * 5000} {question}"):
-        assert asked([question], request) == question
-    assert asked([question], f"{FILLED * 5000} {question} {FILLED * 5000}") is None
-    long = f"{FILLED * 1000} {question}"
-    assert asked([long], long) == long  # a stored one, word for word
-
-
 def test_only_some_may_be_found() -> None:
-    questions = [CODE.format(name) for name in NAMES]
-    index = QuestionIndex(questions)
-    for request in (questions[0], "Which code has Lima?"):
-        found = index.near(request, lambda number: number != 0)
-        assert found is None or (found.number != 0 and not found.comparison.is_asked)
-        assert index.near(request, lambda number: False) is None
+    index = QuestionIndex([CODE.format(name) for name in NAMES])
+    for request in (CODE.format("Lima"), "Which code has Lima?"):
+        assert index.near(request)[0].number == 0
+        assert all(each.number != 0 for each in index.near(request, lambda number: number != 0))
+        assert index.near(request, lambda number: False) == []
 
 
 def test_of_equal_questions_the_last_counts() -> None:
@@ -265,7 +255,7 @@ def test_many_questions_that_differ_in_one_number() -> None:
 
 def test_a_name_among_many_that_have_more_words() -> None:
     """In any order of teaching."""
-    names = [f"{first}{vowel}{last}".title() for first in "bdf" for vowel in "aeiou" for last in "lmr"]
+    names = [f"{first}{vowel}{last}".title() for first in "bdf" for vowel in "aeiou" for last in "lmx"]
     questions, kyoto = [CODE.format(f"Kyoto {name}") for name in names], CODE.format("Kyoto")
     for order in ([kyoto, *questions], [*questions, kyoto]):
         assert may_be(random.Random(0).sample(order, len(order)), "Which code does Kyoto have?") == [kyoto]
