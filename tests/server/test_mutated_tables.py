@@ -113,7 +113,7 @@ def posted(row: tuple[str, ...]) -> dict[str, Any]:
     return body | ({"id": identity} if identity else {})
 
 
-@pytest.mark.parametrize("mutations", [200])
+@pytest.mark.parametrize("mutations", [30, pytest.param(200, marks=SLOW)])
 def test_mutated_tables(mutations: int, server: str, world: World, tmp_path: Path) -> None:
     rng, client = Random(68), Server(server, ADMIN_KEY)
     for number in range(mutations):
