@@ -29,7 +29,7 @@ from inducekv_vllm.files.picture import decoded
 from .notes import Notes
 from .records import BY_NAME, Columns, record_of
 from .rows import rows_of
-from .turns import ROLES, require_no_calls, role_of
+from .turns import ROLES, require_no_calls, require_text, role_of
 
 MAX_IMAGE_BYTES: Final = 64 * 2**20
 MAX_PROBLEMS: Final = 10  # that an error lists
@@ -133,12 +133,14 @@ def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
     for name, value in (("task", record.get("task")), ("id", identity)):
         if not isinstance(value, str) or not value:
             raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {shown(value)}")
+        require_text(value, repr(name), "text alone", place)
         if not is_unicode(value):
             raise TaskDataError(f"{place}: {name!r} must be Unicode, found {shown(value)}: is the file's name UTF-8?")
     if len(str(identity)) > MAX_ID:
         raise TaskDataError(f"{place}: 'id' must have at most {MAX_ID} characters, found {len(str(identity))}")
     if not isinstance(record.get("answer"), str):
         raise TaskDataError(f"{place}: 'answer' must be a string, found {shown(record.get('answer'))}")
+    require_text(record["answer"], "the answer", "text alone", place)
     if not record["answer"].strip():
         raise TaskDataError(f"{place}: {str(identity)!r} of task {record['task']!r} has an empty answer")
     if not isinstance(record.get("messages"), list) or not record["messages"]:
@@ -170,6 +172,7 @@ def _wordings(also: Any, place: str) -> tuple[str, ...]:
     if len(also) > MAX_WORDINGS:
         raise TaskDataError(f"{place}: 'also' may have {MAX_WORDINGS} wordings, found {len(also)}")
     for wording in also:
+        require_text(wording, "a wording in 'also'", "text alone", place)
         if not 1 <= (size := len(wording.encode())) <= MAX_WORDING_BYTES:
             raise TaskDataError(
                 f"{place}: a wording in 'also' must have 1 to {MAX_WORDING_BYTES} bytes, found {size}: {shown(wording)}"
@@ -193,6 +196,7 @@ def _message(message: Any, number: int, folder: Path, images: list[Path], place:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
+            require_text(part["text"], f"message {number}", "text and pictures", place)
             content.append({"type": "text", "text": part["text"]})
         elif kind in ("image", "image_url"):
             images.append(_image_path(part, folder, place))

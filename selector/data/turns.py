@@ -15,6 +15,7 @@ ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assi
 SPEAKERS: Final = {**ROLES, "human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 _TOOLS: Final = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
 MARK: Final = "<image>"  # of LLaVA
+MARKS: Final = (MARK, "<video>", "<audio>")
 
 
 def role_of(name: Any, known: Mapping[str, str], number: int, place: str) -> str:
@@ -41,8 +42,16 @@ def messages_of(turns: Sequence[Any], place: str) -> list[Message]:
         if not isinstance(turn, dict) or not isinstance(text := turn.get("value", turn.get("content")), str):
             raise TaskDataError(f"{place}: each turn needs 'from' and a text 'value', found {shown(turn)}")
         role = role_of(turn.get("from", turn.get("role")), SPEAKERS, number, place)
-        messages.append({"role": role, "content": text})
+        messages.append({"role": role, "content": text, "weight": turn.get("weight")})
     return messages
+
+
+def require_text(text: str, what: str, expected: str, place: str) -> None:
+    """Raises TaskDataError: what is no text is in it, or stands there by a mark."""
+    if "\0" in text:
+        raise TaskDataError(f"{place}: {what} has a NUL character, expected {expected}: {shown(text)}")
+    if (mark := next((mark for mark in MARKS if mark in text), None)) is not None:
+        raise TaskDataError(f"{place}: {what} has the mark {mark}, expected {expected}: {shown(text)}")
 
 
 def last_learned(messages: Sequence[Any], place: str) -> int | None:

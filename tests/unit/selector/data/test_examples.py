@@ -149,7 +149,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             read_task(path)
     with pytest.raises(TaskDataError, match="not the name of a file: embedded null"):
         read_task(tmp_path / "a\0b")
-    path.write_bytes(b"\xff\xfe\x00")
+    path.write_bytes(b"{\xff")
     with pytest.raises(TaskDataError, match="not UTF-8"):
         read_task(path)
 
