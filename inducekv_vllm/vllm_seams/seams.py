@@ -141,6 +141,11 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm.renderers.base:BaseRenderer.render_chat_async": ("conversations", "chat_params"),
         "vllm.renderers.base:BaseRenderer": ("mm_processor_cache",),
     },
+    "inducekv_vllm/frontend/pictures.py": {
+        "vllm.multimodal.media.image:ImageMediaIO.load_bytes": ("data",),
+        "vllm.multimodal.media.image:ImageMediaIO._convert_image_mode": ("image",),
+        "vllm.multimodal.media.image:ImageMediaIO": ("image_mode", "rgba_background_color"),
+    },
     "inducekv_vllm/frontend/stopping.py": {
         "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("timeout",),
         "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("method", "timeout", "args", "kwargs"),
