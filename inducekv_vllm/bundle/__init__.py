@@ -9,6 +9,7 @@ file.py       reading and writing, atomically and without unpickling
 activation.py from which position of a request memory acts
 adapters.py   the LoRA adapters that a bundle records
 lookup.py     what a bundle's gate and index say about a request
+plain_text.py what a question or an answer may not hold
 source.py     what tells one training example from another
 """
 
@@ -37,7 +38,6 @@ from .tensors import (
     check_bundle,
     expected_shapes,
     facts_of,
-    with_entries,
     with_metadata,
 )
 
@@ -74,7 +74,6 @@ __all__ = [
     "read_public_key",
     "require_signature",
     "sign_digest",
-    "with_entries",
     "with_metadata",
     "write_bundle",
 ]
