@@ -96,7 +96,7 @@ class FactReader:
         if self.marks.end in begun:  # an earlier answer, which the model is asked for again
             begun = ()
         return AskedQuestion(
-            self._text([token_ids[at] for at in deciding.text]), bool(deciding.media), self._text(begun)
+            self._text([token_ids[at] for at in deciding.text]).strip(), bool(deciding.media), self._text(begun)
         )
 
     def answer(self, text: str) -> tuple[int, ...]:

@@ -117,18 +117,18 @@ def _missed(found: Mapping[int, Found]) -> FactMissed | None:
 
 
 class _Questions:
-    """The questions of some facts, of equal ones the newest."""
+    """The questions of some facts; of a task's equal ones, the newest."""
 
     def __init__(self, facts: Sequence[FactRecord], numbers: Sequence[int]) -> None:
-        """`numbers` are those of the facts."""
+        """`numbers` are those of the facts. Of equal questions about several pictures, any stands for all."""
         self._facts = facts
-        newest = {
-            (facts[number].task, facts[number].picture, key_of_stored(facts[number].question)): number
-            for number in numbers
+        questions = {number: (facts[number].task, key_of_stored(facts[number].question)) for number in numbers}
+        newest = {(*question, facts[number].picture): number for number, question in questions.items()}
+        asked = {
+            (facts[number].task, key_of_stored(text)): (text, number)
+            for number in sorted(newest.values())
+            for text in (*facts[number].also, facts[number].question)
         }
-        counting = sorted(newest.values())
-        asked = {key_of_stored(text): (text, number) for number in counting for text in facts[number].also}
-        asked |= {key_of_stored(facts[number].question): (facts[number].question, number) for number in counting}
         self.texts, self._numbers = [text for text, _ in asked.values()], [number for _, number in asked.values()]
         self._index = QuestionIndex(self.texts, self._numbers)
 
