@@ -17,7 +17,7 @@ from typing import Final
 
 from ..bundle import BundleMetadata, FactRecord
 from ..facts import AskedFact, AskedFacts, FactFound, FactMissed, Found, Pair, PictureIndex, QuestionIndex
-from ..facts.index import key_of_stored
+from ..facts.index import kept_of, key_of_stored
 from ..facts.judge import can_be_asked
 from ..facts.question import Key
 from ..retrieval.entry_terms import FloatArray
@@ -99,12 +99,27 @@ class StoredQuestions:
         pairs = {number: pair for number, pair in pairs.items() if all(map(can_be_asked, pair))}
         return Candidates((*same, *named), near, pairs, _missed(found))
 
+    def resembled(self, fact: FactRecord) -> Candidates:
+        """The facts with another answer that a new one's question may ask for."""
+        found = self.candidates(fact.question, has_media=fact.picture is not None)
+        pairs = {number: pair for number, pair in found.pairs.items() if self._is_other(number, fact)}
+        return Candidates((), found.near, pairs)
+
+    def _is_other(self, number: int, fact: FactRecord) -> bool:
+        old = self._facts[number]
+        return old.id != fact.id and old.answer != fact.answer and old.task == fact.task and old.picture == fact.picture
+
     def _questions(self, belongs: Callable[..., bool]) -> _Questions:
         return _Questions(self._facts, [number for number, fact in enumerate(self._facts) if belongs(fact)])
 
 
 def _is_of(task: str, fact: FactRecord) -> bool:
     return fact.task == task and fact.picture is None
+
+
+def _needs_context(fact: FactRecord) -> bool:
+    """Nothing that stands on a conversation is said in another one."""
+    return fact.picture is None and kept_of(fact.question).needs_context
 
 
 def _missed(found: Mapping[int, Found]) -> FactMissed | None:
@@ -123,6 +138,7 @@ class _Questions:
         """`numbers` are those of the facts. Of equal questions about several pictures, any stands for all."""
         self._facts = facts
         questions = {number: (facts[number].task, key_of_stored(facts[number].question)) for number in numbers}
+        questions = {number: each for number, each in questions.items() if not _needs_context(facts[number])}
         newest = {(*question, facts[number].picture): number for number, question in questions.items()}
         asked = {
             (facts[number].task, key_of_stored(text)): (text, number)
