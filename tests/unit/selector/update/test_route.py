@@ -78,3 +78,20 @@ def test_an_adapter_that_changes_nothing_is_refused(changed: dict[str, Any], lla
     folder = adapter(llava, tmp_path / "a", lambda path: f"base_model.model.{path}", **changed)
     with pytest.raises(BundleError, match=r"adapter_model.safetensors: the LoRA adapter changes nothing: its products"):
         read_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"peft_type": "IA3"}, "expected the peft_type 'LORA', found 'IA3'"),
+        ({"r": 0}, r"expected positive ranks, found \[0\]"),
+        ({"rank_pattern": {"v_proj": "2"}}, r"expected positive ranks, found \[4, '2'\]"),
+        ({"rank_pattern": ["v_proj"]}, r"rank_pattern must be an object, found \['v_proj'\]"),
+    ],
+)
+def test_what_is_no_configuration_of_lora_is_named(
+    changed: dict[str, Any], problem: str, llava: Backbone, tmp_path: Path
+) -> None:
+    folder = adapter(llava, tmp_path / "a", lambda path: f"base_model.model.{path}", **changed)
+    with pytest.raises(BundleError, match=f"adapter_config.json: {problem}"):
+        read_adapter(folder)
