@@ -327,15 +327,11 @@ def run_vllm(args: argparse.Namespace) -> None:
     from vllm.logger import configure_logging_from_args
 
     import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and starts without it
-
-    try:
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    except ImportError:  # vLLM 0.33 has it elsewhere
-        from vllm.entrypoints.common.startup import cli_env_setup  # type: ignore[no-redef,import-not-found]
+    from inducekv_vllm.vllm_seams.moved import cli_env_setup
 
     run = tempfile.TemporaryDirectory(prefix="inducekv-run-")
     os.environ[RUN_VARIABLE] = run.name
-    cli_env_setup()  # type: ignore[no-untyped-call]
+    cli_env_setup()
     configure_logging_from_args(args)
     command = ServeSubcommand()
     command.validate(args)

@@ -21,16 +21,12 @@ from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.teaching import ROUTE
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.known_bugs import ADAPTERS, groups_adapters
+from inducekv_vllm.vllm_seams.moved import MM_PARSER_MAP
 
 from .adapters import adapter_number
 from .schemas import NAME_PATTERN
 from .state import ServerState, StateError, VersionRecord
 from .versions import PIN, unpinned
-
-try:
-    from vllm.renderers.chat_utils import MM_PARSER_MAP
-except ImportError:  # vLLM 0.33 has it elsewhere
-    from vllm.renderers.chat_utils.chat_message import MM_PARSER_MAP  # type: ignore[no-redef,import-not-found]
 
 MAX_NAMES: Final = 100_000
 _NAME: Final = re.compile(NAME_PATTERN)
