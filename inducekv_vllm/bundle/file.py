@@ -6,8 +6,10 @@ order. Reading never executes or unpickles anything, and `read_bundle` checks al
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections import Counter
 from io import BufferedReader
 from pathlib import Path
 from reprlib import repr as shown
@@ -107,6 +109,7 @@ def read_bundle(
             start = _read_start(file, size, source)
             header = _parse_header(start, source)
             entry = _parse_metadata(header, source)
+            _require_single_names(start, header, source)
             _check_header(header, entry, len(start), size, source)
             if backbone is not None:
                 require_backbone(entry, backbone, source)
@@ -179,6 +182,19 @@ def _parse_metadata(header: dict[str, Any], source: str) -> _MetadataEntry:
     check_metadata(entry, source)
     rest()
     return entry
+
+
+def _require_single_names(start: bytes, header: dict[str, Any], source: str) -> None:
+    """A name that an object has twice stands for its last value here, and for its first one with other readers."""
+
+    def named(pairs: list[tuple[str, Any]]) -> None:
+        if len({name for name, _ in pairs}) < len(pairs):
+            ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise BundleError(f"{source}: the header names {shown(name)} twice")
+
+    for text in (start[8:], header["__metadata__"][METADATA_KEY]):
+        json.loads(text, object_pairs_hook=named)
+        rest()
 
 
 def _require_version(text: str, source: str) -> None:

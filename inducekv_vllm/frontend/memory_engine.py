@@ -36,7 +36,7 @@ from ..vllm_seams.config import InduceKVConfig
 from .journal import EngineJournal
 from .observation import BundleMetrics, Observation, observing
 from .owner import OWNER
-from .pictures import picture_params, state_in
+from .pictures import picture_params, read_as_task_data, state_in
 from .request import (
     AdaptedMemory,
     EngineRequest,
@@ -82,6 +82,7 @@ class MemoryEngine:
         stop: EngineStop | None = None,
         journal: EngineJournal | None = None,
     ) -> None:
+        read_as_task_data()
         self._client = client
         self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
@@ -177,6 +178,8 @@ class MemoryEngine:
             _, (prompt,) = await self._client.renderer.render_chat_async(
                 [[{"role": "user", "content": list(parts)}]], ChatParams()
             )
+        except InduceKVError:
+            raise
         except (VLLMClientError, ValueError, TypeError, OSError, RuntimeError) as error:  # whatever vLLM says
             raise TaskDataError(f"its picture cannot be used: {error}") from error
         with self._invalidating_mm_cache(prompt), self._stop.running():

@@ -38,7 +38,7 @@ from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
 from .loading import load
 from .memory_engine import pop_decided
-from .pictures import picture_params, state_in
+from .pictures import picture_params, read_as_task_data, state_in
 from .request import (
     AdaptedMemory,
     MemoryOptions,
@@ -78,6 +78,7 @@ class MemoryLLM:
             UnsupportedModel: the engine was started without the memory worker.
             ConfigError: a file cannot be used.
         """
+        read_as_task_data()
         self.llm = llm
         vllm_config = llm.llm_engine.vllm_config
         self.config = InduceKVConfig.from_vllm(vllm_config) or InduceKVConfig()

@@ -1,17 +1,47 @@
-"""What pictures are like, asked of the engine that serves: facts are told apart by it (`inducekv_vllm.facts.pictures`).
+"""Pictures of requests: which are refused, and what they are like, by which facts are told apart.
 
-A request of one token brings it, like a decision about memory.
+What they are like (`inducekv_vllm.facts.pictures`) is asked of the engine that serves: a request of one token brings
+it, like a decision about memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.sampling_params import SamplingParams
 
 from ..errors import TaskDataError, UnsupportedModel
+from ..files.picture import converted, in_words, opened
 from ..protocol import PICTURE_SPEC, Decided
+from ..vllm_seams.patches import patch
 from .request import with_specs
+
+
+@cache  # once in a process
+def read_as_task_data() -> None:
+    """Make vLLM give a picture the pixels that it has in task data, and refuse what is refused there, unread."""
+
+    def checked(load: Callable[[Any, bytes], Any]) -> Callable[[Any, bytes], Any]:
+        def load_bytes(self: Any, data: bytes) -> Any:
+            with in_words():
+                opened(data)
+                try:
+                    return load(self, data)
+                except ValueError as error:
+                    if error.__cause__ is None:
+                        raise
+                    raise error.__cause__ from None  # what Pillow said
+
+        return load_bytes
+
+    def convert(self: Any, image: Any) -> Any:
+        return converted(getattr(image, "media", image), self.image_mode, self.rgba_background_color)
+
+    patch(ImageMediaIO, "load_bytes", checked)
+    patch(ImageMediaIO, "_convert_image_mode", lambda _: convert)
 
 
 def picture_params() -> SamplingParams:

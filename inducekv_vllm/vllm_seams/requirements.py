@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedModel
+from ..files.picture import WHITE
 from .config import SCHEDULER_CLS
 from .known_bugs import check_flags
 
@@ -67,6 +69,10 @@ def check_engine(config: VllmConfig) -> None:
             "--mm-processor-cache-type shm: its entries are handed over once, and a request that goes back to the "
             "beginning needs its pictures again",
         ),
+        (
+            (others := _other_pictures(model)) is not None,
+            f"--media-io-kwargs '{others}': task data's pictures are RGB and lie on white, and so must a request's",
+        ),
         (envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT: memory attention shares its work out by the batch"),
         (parallel.prefill_context_parallel_size > 1, "context parallelism: no rank sees all rows of a prompt"),
         (parallel.use_ubatching, "--enable-dbo or ubatches: rows with memory are found in the whole batch"),
@@ -105,6 +111,15 @@ def check_engine(config: VllmConfig) -> None:
         if refused:
             raise UnsupportedModel(f"InduceKV cannot serve memory with {reason}")
     check_flags(config)
+
+
+def _other_pictures(model: ModelConfig) -> str | None:
+    """The settings that give a picture other pixels than `inducekv_vllm.files.picture`; None: they are the same."""
+    media = model.multimodal_config.media_io_kwargs if model.multimodal_config is not None else {}
+    image = media.get("image", {})
+    on_white = image.get("rgba_background_color", WHITE) in (WHITE, list(WHITE))
+    is_same = on_white and image.get("image_mode", "RGB") == "RGB"
+    return None if is_same else json.dumps({"image": image})
 
 
 def check_gpu_runner(config: VllmConfig) -> None:

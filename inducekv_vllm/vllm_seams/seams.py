@@ -52,6 +52,13 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm.v1.worker.gpu_worker:Worker.sample_tokens": ("grammar_output",),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("attn_groups",),
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("attn_groups",),
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": ("lora_manager",),
+        "vllm.lora.worker_manager:WorkerLoRAManager": ("_adapter_manager",),
+    },
+    "inducekv_vllm/workers/adapters.py": {
+        "vllm.lora.model_manager:LoRAModelManager": ("model", "modules", "packed_modules"),
+        "vllm.lora.utils:parse_fine_tuned_lora_name": ("name", "weights_mapper"),
+        "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper": (),
     },
     "inducekv_vllm/workers/requests.py": {
         "vllm.v1.core.sched.output:SchedulerOutput": (
@@ -133,6 +140,11 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm.v1.engine.async_llm:AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "lora_request"),
         "vllm.renderers.base:BaseRenderer.render_chat_async": ("conversations", "chat_params"),
         "vllm.renderers.base:BaseRenderer": ("mm_processor_cache",),
+    },
+    "inducekv_vllm/frontend/pictures.py": {
+        "vllm.multimodal.media.image:ImageMediaIO.load_bytes": ("data",),
+        "vllm.multimodal.media.image:ImageMediaIO._convert_image_mode": ("image",),
+        "vllm.multimodal.media.image:ImageMediaIO": ("image_mode", "rgba_background_color"),
     },
     "inducekv_vllm/frontend/stopping.py": {
         "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("timeout",),

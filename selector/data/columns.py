@@ -76,6 +76,12 @@ class Row:
         """The value, which is not used by that."""
         return self._values.get(name)
 
+    def is_header(self) -> bool:
+        """Whether its values are names of columns, and nothing else: a second header, below the first table."""
+        names = {_as_name(name) for name in self._written.values()}
+        found = [value for value in self._values.values() if not is_empty(value)]
+        return len(found) > 1 and all(isinstance(value, str) and _as_name(value) in names for value in found)
+
     def unused(self) -> list[str]:
         """The columns that hold something and were not read, as the file has their names."""
         return [
@@ -133,6 +139,10 @@ class Row:
             if isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
         ]
         return f"; if the rows are the list in {lists[0]!r}, write that list to a file of its own" if lists else ""
+
+
+def _as_name(text: str) -> str:
+    return text.strip('\ufeff" ').casefold()
 
 
 def is_empty(value: Any) -> bool:

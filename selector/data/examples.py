@@ -11,7 +11,6 @@ Images are paths relative to the file and must lie beneath its folder.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +18,20 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Final
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.bundle.metadata import MAX_ID, MAX_WORDING_BYTES, MAX_WORDINGS, is_unicode
 from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.files.picture import decoded
 
 from .notes import Notes
 from .records import BY_NAME, Columns, record_of
 from .rows import rows_of
-from .turns import ROLES, require_no_calls, role_of
+from .turns import ROLES, require_no_calls, require_text, role_of
 
 MAX_IMAGE_BYTES: Final = 64 * 2**20
-MAX_IMAGE_PIXELS: Final = 50_000_000  # decoding takes 9 bytes for each
 MAX_PROBLEMS: Final = 10  # that an error lists
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.IGNORECASE)
 
@@ -53,7 +52,7 @@ class Example:
 
     def load_images(self) -> list[Image.Image]:
         """The images in RGB, decoded as the server decodes them."""
-        return [decode_image(path.read_bytes()) for path in self.images]
+        return [decoded(path.read_bytes()) for path in self.images]
 
 
 def entry_records(examples: Sequence[Example]) -> tuple[EntryRecord, ...]:
@@ -126,27 +125,6 @@ def examples_of(
     return list(examples.values())
 
 
-def decode_image(data: bytes) -> Image.Image:
-    """Decode to RGB the way vLLM decodes a request's image: EXIF rotation applied, transparency onto white.
-
-    Raises:
-        OSError, Image.DecompressionBombError: the bytes are no image, are truncated, or claim more than
-            `MAX_IMAGE_PIXELS`.
-    """
-    image = Image.open(io.BytesIO(data))
-    if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
-        raise Image.DecompressionBombError(f"it has {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
-    ImageOps.exif_transpose(image, in_place=True)
-    image.load()
-    if image.mode == "RGB":
-        return image
-    if image.mode == "RGBA":
-        opaque = Image.new("RGB", image.size, (255, 255, 255))
-        opaque.paste(image, mask=image.getchannel("A"))
-        return opaque
-    return image.convert("RGB")
-
-
 def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
     """The example of one JSON line; its pictures lie beneath `folder`. Raises TaskDataError, beginning with `place`."""
     identity = record.get("id")
@@ -155,12 +133,14 @@ def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
     for name, value in (("task", record.get("task")), ("id", identity)):
         if not isinstance(value, str) or not value:
             raise TaskDataError(f"{place}: {name!r} must be a non-empty string, found {shown(value)}")
+        require_text(value, repr(name), "text alone", place)
         if not is_unicode(value):
             raise TaskDataError(f"{place}: {name!r} must be Unicode, found {shown(value)}: is the file's name UTF-8?")
     if len(str(identity)) > MAX_ID:
         raise TaskDataError(f"{place}: 'id' must have at most {MAX_ID} characters, found {len(str(identity))}")
     if not isinstance(record.get("answer"), str):
         raise TaskDataError(f"{place}: 'answer' must be a string, found {shown(record.get('answer'))}")
+    require_text(record["answer"], "the answer", "text alone", place)
     if not record["answer"].strip():
         raise TaskDataError(f"{place}: {str(identity)!r} of task {record['task']!r} has an empty answer")
     if not isinstance(record.get("messages"), list) or not record["messages"]:
@@ -192,6 +172,7 @@ def _wordings(also: Any, place: str) -> tuple[str, ...]:
     if len(also) > MAX_WORDINGS:
         raise TaskDataError(f"{place}: 'also' may have {MAX_WORDINGS} wordings, found {len(also)}")
     for wording in also:
+        require_text(wording, "a wording in 'also'", "text alone", place)
         if not 1 <= (size := len(wording.encode())) <= MAX_WORDING_BYTES:
             raise TaskDataError(
                 f"{place}: a wording in 'also' must have 1 to {MAX_WORDING_BYTES} bytes, found {size}: {shown(wording)}"
@@ -215,6 +196,7 @@ def _message(message: Any, number: int, folder: Path, images: list[Path], place:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
+            require_text(part["text"], f"message {number}", "text and pictures", place)
             content.append({"type": "text", "text": part["text"]})
         elif kind in ("image", "image_url"):
             images.append(_image_path(part, folder, place))
@@ -231,10 +213,12 @@ def _image_path(part: dict[str, Any], folder: Path, place: str) -> Path:
         reference = url.get("url") if isinstance(url, dict) else url
     if not isinstance(reference, str) or not reference:
         raise TaskDataError(f"{place}: an image must be a relative path, found {shown(reference)}")
-    if _URL.match(reference):
+    if found := _URL.match(reference):
+        is_data = found[0].lower() == "data:"
         raise TaskDataError(
-            f"{place}: the picture {shown(reference)} is a URL, and nothing is downloaded: save it beside this file, "
-            "and write its path here"
+            f"{place}: the picture {shown(reference)} is a "
+            + ("data URL: write its bytes to a file" if is_data else "URL, and nothing is downloaded: save it")
+            + " beside this one, and its path here"
         )
     path = folder / reference
     try:
@@ -253,9 +237,10 @@ def _image_bytes(path: Path, place: str) -> bytes:
         if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
             raise TaskDataError(f"{place}: the image {path} has {size} bytes, more than {MAX_IMAGE_BYTES}")
         data = path.read_bytes()
-        decode_image(data)
-    except TaskDataError:
-        raise
-    except Exception as error:  # Pillow's decoders raise whatever a damaged file leads them to
-        raise TaskDataError(f"{place}: {path!s:.200} is not a readable image: {error!s:.200}") from error
+    except OSError as error:
+        raise TaskDataError(f"{place}: the image {path} cannot be read: {error.strerror}") from error
+    try:
+        decoded(data)
+    except TaskDataError as error:
+        raise TaskDataError(f"{place}: {path!s:.200}: {error}") from error
     return data

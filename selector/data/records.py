@@ -2,7 +2,7 @@
 
 ours             messages, answer
 OpenAI           messages, of which the assistant's last with a weight that is not 0 is the answer
-ShareGPT, LLaVA  conversations of turns with from and value
+ShareGPT, LLaVA  conversations of turns with from and value, and perhaps such a weight
 Alpaca           instruction, input, output, perhaps system
 SQuAD, Dolly     context with a question, or with an instruction
 plain            a column for the prompt, one for the answer, perhaps one for a picture
@@ -12,7 +12,7 @@ Any of them may have pictures, which stand where the text has <image>. Prompts a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ __all__ = ["BY_NAME", "Columns", "record_of"]
 
 Found = tuple[Any, Any]  # messages, answer
 _OF_MESSAGES: Final = ("role", "content", "weight")
+_OF_TURNS: Final = ("from", "value", *_OF_MESSAGES)
 _CONTEXT_FIRST: Final = {"question": True, "instruction": False}  # SQuAD, Dolly
 
 
@@ -44,9 +45,11 @@ def record_of(
     """
     columns = columns.there(values)
     row = Row(values, columns.named(), place)
+    if row.is_header():
+        raise TaskDataError(f"{place}: the columns' names again: two tables in one, keep each in a file of its own")
     named = columns.prompt is not None or columns.answer is not None
     if not named and isinstance(row.look("conversations"), list | tuple):
-        found: Found | None = _conversation(row, columns)
+        found = _conversation(row, columns, notes)
     elif not named and "messages" in row:
         found = _chat(row, columns, notes)
     else:
@@ -75,9 +78,7 @@ def _chat(row: Row, columns: Columns, notes: Notes) -> Found | None:
     messages, images = row.get("messages"), _images(row, columns)
     if not isinstance(messages, list) or not messages:
         return messages, row.get("answer")
-    for name in dict.fromkeys(key for each in messages if isinstance(each, dict) for key in each if each[key]):
-        if name not in _OF_MESSAGES:
-            notes.unused(f"messages.{name}")
+    _note_unused(messages, _OF_MESSAGES, "messages", notes)
     if "answer" in row:
         return with_pictures(messages, images, row.place), row.get("answer")
     found = _answered(messages, row.place, notes)
@@ -100,16 +101,27 @@ def _answered(messages: list[Any], place: str, notes: Notes) -> Found | None:
     return messages[:at], answer
 
 
-def _conversation(row: Row, columns: Columns) -> Found:
-    """Turns of LLaVA or ShareGPT; the answer is the last."""
+def _note_unused(messages: Sequence[Any], known: Sequence[str], column: str, notes: Notes) -> None:
+    for name in dict.fromkeys(
+        key for each in messages if isinstance(each, dict) for key in each if not is_empty(each[key])
+    ):
+        if name not in known:
+            notes.unused(f"{column}.{name}")
+
+
+def _conversation(row: Row, columns: Columns, notes: Notes) -> Found | None:
+    """Turns of LLaVA or ShareGPT; the answer is the last that is to be learned."""
     images, turns = _images(row, columns), row.get("conversations")
     if len(turns) < 2:
         raise TaskDataError(f"{row.place}: 'conversations' must be a list of at least two turns")
     messages = [*_system(row), *messages_of(turns, row.place)]
     if messages[-1]["role"] != "assistant":
         raise TaskDataError(f"{row.place}: the last turn must be from 'gpt': it is the answer")
-    answer = messages.pop()["content"].strip("\n")
-    return [_without_line_ends(message) for message in with_pictures(messages, images, row.place)], answer
+    _note_unused(turns, _OF_TURNS, "conversations", notes)
+    if (found := _answered(messages, row.place, notes)) is None:
+        return None
+    prompt, answer = found
+    return [_without_line_ends(message) for message in with_pictures(prompt, images, row.place)], answer.strip("\n")
 
 
 def _plain(row: Row, columns: Columns, notes: Notes) -> Found | None:

@@ -6,12 +6,10 @@ The format is found by the content; of text that is neither JSON nor Parquet by 
 from __future__ import annotations
 
 import codecs
-import csv
 import io
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, TextIO
@@ -19,16 +17,16 @@ from typing import Any, BinaryIO, Final, Literal, TextIO
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.files.regular import open_regular
 
+from .encoding import in_utf8
+from .tables import table_rows
+
 Row = tuple[str, dict[str, Any] | TaskDataError]  # where it is, for messages, and its values, or what is wrong with it
-Format = Literal["parquet", "archive", "table", "array", "documents", "lines"]
+Format = Literal["table", "array", "documents", "lines"]
 MAX_EXAMPLE_BYTES: Final = 4 * 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30  # all of a task's text is held in memory
 _CHUNK: Final = 2**16
 _PARQUET: Final = b"PAR1"
 _ARCHIVES: Final = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x1f\x8b")  # .xlsx and other ZIP files, .xls, gzip
-_DELIMITERS: Final = (",", "\t", ";")
-_SEPARATOR: Final = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # what Excel writes above the header
-_QUOTED: Final = re.compile(r'"[^"]*"')
 
 
 def rows_of(source: Path) -> Iterator[Row]:
@@ -62,30 +60,34 @@ def rows_of(source: Path) -> Iterator[Row]:
 
 
 def _rows(file: BinaryIO, source: Path) -> Iterator[Row]:
+    begin = file.read(len(_PARQUET))
+    file.seek(0)
+    if begin == _PARQUET:
+        yield from _parquet_rows(source)
+        return
+    if begin.startswith(_ARCHIVES):
+        raise TaskDataError(f"{source}: an Excel file or another archive: save the table as CSV")
+    with in_utf8(file, source) as text:
+        yield from _text_rows(text, source)
+
+
+def _text_rows(file: BinaryIO, source: Path) -> Iterator[Row]:
     begin = file.read(_CHUNK)
     file.seek(0)
     match _format_of(begin, source):
-        case "parquet":
-            yield from _parquet_rows(source)
-        case "archive":
-            raise TaskDataError(f"{source}: an Excel file or another archive: save the table as CSV")
         case "table":
-            yield from _table_rows(file, source)
-        case "array":
-            yield from _item_rows(array_items(io.TextIOWrapper(file, encoding="utf-8-sig"), source), source)
-        case "documents":
-            yield from _item_rows(_documents(io.TextIOWrapper(file, encoding="utf-8-sig"), source), source)
+            yield from table_rows(file, source, MAX_EXAMPLE_BYTES)
         case "lines":
             yield from _jsonl_rows(file, source)
+        case kind:
+            items = array_items if kind == "array" else _documents
+            with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+                yield from _item_rows(items(text, source), source)
 
 
 def _format_of(begin: bytes, source: Path) -> Format:
-    """The format of a file that begins with these bytes."""
+    """The format of a text that begins with these bytes."""
     text = begin.removeprefix(codecs.BOM_UTF8).lstrip()
-    if begin.startswith(_PARQUET):
-        return "parquet"
-    if begin.startswith(_ARCHIVES):
-        return "archive"
     if source.suffix.lower() in (".csv", ".tsv"):
         return "table"
     if text.startswith(b"{") and _goes_on(text):
@@ -228,61 +230,6 @@ def _checked(value: Any, place: str) -> dict[str, Any] | TaskDataError:
     if not isinstance(value, dict):
         return TaskDataError(f"{place}: expected a JSON object, found {type(value).__name__}")
     return value
-
-
-# ---- Tables ------------------------------------------------------------------------------------------------------
-
-
-def _table_rows(file: BinaryIO, source: Path) -> Iterator[Row]:
-    """CSV with a header, cells in double quotes where they hold the delimiter or line ends."""
-    lines = _decoded_lines(file, source)
-    header, above = next(lines, ""), 0
-    delimiter = "\t" if source.suffix.lower() == ".tsv" else None
-    if said := _SEPARATOR.fullmatch(header.strip("\r\n")):
-        delimiter, header, above = said[1], next(lines, ""), 1
-    if delimiter is None:
-        unquoted = _QUOTED.sub("", header)
-        delimiter = max(_DELIMITERS, key=unquoted.count)
-    if header and delimiter not in header:
-        raise TaskDataError(
-            f"{source}, line {above + 1}: expected JSON, Parquet, or a table with a header of at least two columns, "
-            f"found {header.strip()!r:.60}"
-        )
-    reader = csv.reader(itertools.chain([header] if header else [], lines), delimiter=delimiter, strict=True)
-    before = csv.field_size_limit(MAX_EXAMPLE_BYTES)
-    try:
-        columns = [name.strip() or f"column {number}" for number, name in enumerate(next(reader, []), start=1)]
-        if repeated := sorted({name for name in columns if columns.count(name) > 1}):
-            raise TaskDataError(f"{source}, line {above + 1}: the column {repeated[0]!r} occurs more than once")
-        begin = reader.line_num + 1
-        for cells in reader:
-            place = f"{source}, line {above + begin}"
-            begin = reader.line_num + 1
-            if not any(cell.strip() for cell in cells):
-                continue  # spreadsheets save empty rows, too
-            if len(cells) != len(columns):
-                yield place, TaskDataError(f"{place}: expected {len(columns)} cells, found {len(cells)}")
-            else:
-                yield place, dict(zip(columns, cells, strict=True))
-    except csv.Error as error:
-        raise TaskDataError(f"{source}, line {above + reader.line_num}: not a table: {error}") from error
-    finally:
-        csv.field_size_limit(before)
-
-
-def _decoded_lines(file: BinaryIO, source: Path) -> Iterator[str]:
-    for number in itertools.count(1):
-        if not (line := file.readline(MAX_EXAMPLE_BYTES + 1)):
-            return
-        if len(line) > MAX_EXAMPLE_BYTES:
-            raise TaskDataError(f"{source}, line {number}: the line is longer than {MAX_EXAMPLE_BYTES} bytes")
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            found = line[error.start : error.end]
-            raise TaskDataError(
-                f"{source}, line {number}: not UTF-8 text ({found!r}): save the table in UTF-8"
-            ) from error
 
 
 # ---- Parquet and Hugging Face datasets ---------------------------------------------------------------------------

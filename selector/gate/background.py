@@ -17,7 +17,9 @@ from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.files.regular import open_regular
 
+from ..data.encoding import in_utf8
 from ..data.examples import Example, read_task
+from ..data.turns import require_text
 
 FOLDER = Path(__file__).parent
 FILLINGS = 5
@@ -66,8 +68,8 @@ def read_background(path: str | Path) -> list[Example]:
     if source.suffix != ".txt":
         return read_task(source)
     try:
-        with os.fdopen(open_regular(source), encoding="utf-8-sig") as file:
-            lines = [line.strip() for line in file.read().splitlines()]
+        with os.fdopen(open_regular(source), "rb") as file, in_utf8(file, source) as text:
+            lines = [line.strip() for line in text.read().decode("utf-8-sig").splitlines()]
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the background requests: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -75,7 +77,9 @@ def read_background(path: str | Path) -> list[Example]:
     texts = list(dict.fromkeys(line for line in lines if line))
     if not texts:
         raise TaskDataError(f"{source}: the file holds no requests")
-    return [_example(number, text) for number, text in enumerate(texts)]
+    for number, request in enumerate(texts, start=1):
+        require_text(request, f"request {number}", "text alone", str(source))
+    return [_example(number, request) for number, request in enumerate(texts)]
 
 
 @cache

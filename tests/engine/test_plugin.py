@@ -129,6 +129,12 @@ def test_specs_of_different_content_never_share_a_slot_or_a_cache_block() -> Non
     assert spec.content == replace(spec).content
 
 
+def _media(**changes: Any) -> dict[str, Any]:
+    """Settings of a model that takes pictures."""
+    media = {"mm_processor_cache_type": "lru", "media_io_kwargs": {}}
+    return {"multimodal_config": SimpleNamespace(**(media | changes))}
+
+
 def _engine(**changes: Any) -> Any:
     """The settings of an engine, its model and its parallelism, in one namespace."""
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
@@ -154,7 +160,15 @@ def _engine(**changes: Any) -> Any:
         ({"scheduler_cls": None}, f"the scheduler None: .* --scheduler-cls {SCHEDULER_CLS}"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism of a mixture of experts"),
-        ({"multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")}, "--mm-processor-cache-type shm"),
+        (_media(mm_processor_cache_type="shm"), "--mm-processor-cache-type shm"),
+        (
+            _media(media_io_kwargs={"image": {"image_mode": None}}),
+            """--media-io-kwargs '{"image": {"image_mode": null}}'""",
+        ),
+        (
+            _media(media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}}),
+            "task data's pictures .* lie on white",
+        ),
         ({"ec_transfer_config": object()}, "encoder disaggregation"),
         ({"enable_sleep_mode": True}, "sleep mode"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
@@ -174,6 +188,8 @@ def _engine(**changes: Any) -> Any:
 )
 def test_engines_that_would_be_wrong_are_refused(change: dict[str, Any], reason: str) -> None:
     check_engine(_engine())
+    same = {"image_mode": "RGB", "rgba_background_color": [255, 255, 255]}
+    check_engine(_engine(**_media(media_io_kwargs={"image": same, "video": {"num_frames": 4}})))
     with pytest.raises(UnsupportedModel, match=reason):
         check_engine(_engine(**change))
 

@@ -198,6 +198,10 @@ class TestRefusals:
             (["--memory", "a=BUNDLE"], "--memory a: .* was made for another backbone: architecture"),
             (["-pp", "2"], "InduceKV cannot serve memory with pipeline parallelism"),
             (["--mm-processor-cache-type", "shm"], "with --mm-processor-cache-type shm: its entries"),
+            (
+                ["--media-io-kwargs", '{"image": {"rgba_background_color": [0, 0, 0]}}'],
+                "with --media-io-kwargs .* on white",
+            ),
             (["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"], "it would not wait for decisions; start"),
             (["--max-model-len", "9999999"], "max_model_len"),
         ],

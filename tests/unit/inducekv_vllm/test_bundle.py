@@ -247,6 +247,30 @@ def test_files_that_are_no_bundles(path: Path, content: bytes, problem: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("once", "twice", "name"),
+    [
+        (b'{"__metadata__":', b'{"retrieval_keys":{"dtype":"F32"},"__metadata__":', "retrieval_keys"),
+        (b'"dtype":"F32"', b'"dtype":"F16","dtype":"F32"', "dtype"),
+        (b'"inducekv":', b'"inducekv":"{}","inducekv":', "inducekv"),
+        (b'"inducekv":', b'"induce\\u006bv":"{}","inducekv":', "inducekv"),
+        (b'\\"recipe\\":', b'\\"recipe\\":\\"x\\",\\"recipe\\":', "recipe"),
+    ],
+    ids=["tensor", "of a tensor", "metadata", "escaped", "in the metadata"],
+)
+def test_a_name_that_is_there_twice_is_refused(path: Path, once: bytes, twice: bytes, name: str) -> None:
+    """Whichever of the two counts here, another reader may take the other one under the same digest."""
+    write_bundle(PLAIN, path)
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].rstrip().replace(once, twice, 1)
+    assert len(header) > end - 8
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    with pytest.raises(BundleError, match=f"{path}: the header names '{name}' twice"):
+        read_bundle(path)
+
+
+@pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("none", "no such file"),

@@ -24,6 +24,7 @@ from inducekv_vllm.bundle import METADATA_KEY, EntryRecord, read_bundle, sign_di
 from inducekv_vllm.errors import BundleError, TaskDataError
 from selector.data.examples import read_task
 from tests.bundles import D, G, J, L, random_bundle, random_gated_bundle, random_maps
+from tests.mutations import damaged
 from tests.task_data import record
 from tests.tiny_models import picture
 
@@ -32,14 +33,6 @@ VALUES = (
     *(0, -1, 1, 2, 3, 5, 0.5, 1e308, float("nan"), 2**31, 2**63, 2**64, 10**40),
 )
 SLOW = [pytest.mark.slow, pytest.mark.timeout(7200)]
-
-
-def damaged(rng: Random, content: bytes) -> bytes:
-    """With one change of its bytes, most of them near the beginning."""
-    place = rng.randrange(min(len(content), rng.choice((64, 4000, 10**9))))
-    before, after, size = content[:place], content[place:], rng.randint(1, 400)
-    new = rng.choice((b"", b"\0", b"\n", b"\xff\xfe", rng.randbytes(8), after[:size], bytes([after[0] ^ 1])))
-    return rng.choice((before + new + after, before + new + after[len(new) :], before + after[size:], before))
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

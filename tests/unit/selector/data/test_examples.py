@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from inducekv_vllm.errors import TaskDataError
-from selector.data.examples import decode_image, read_task
+from selector.data.examples import read_task
 from tests.task_data import QUESTIONS, record, write_task
 from tests.tiny_models import picture
 
@@ -83,17 +82,6 @@ def test_the_digest_follows_content_not_place(tmp_path: Path) -> None:
     assert read_task(write_task(tmp_path / "c", [other_question]))[0].source_digest != first.source_digest
 
 
-def test_transparency_lies_on_white_and_rotation_is_applied(tmp_path: Path) -> None:
-    path = tmp_path / "x.png"
-    Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(path)
-    assert decode_image(path.read_bytes()).getpixel((0, 0)) == (255, 255, 255)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
-    Image.new("L", (4, 2)).save(path, exif=exif)
-    turned = decode_image(path.read_bytes())
-    assert (turned.size, turned.mode) == ((2, 4), "RGB")
-
-
 def with_image(reference: Any) -> dict[str, Any]:
     return record(1, messages=[{"role": "user", "content": [{"type": "image", "image": reference}]}])
 
@@ -120,9 +108,9 @@ def with_image(reference: Any) -> dict[str, Any]:
         (record(1, id="e0"), "'e0' occurs more than once"),
         (with_image("images/none.png"), "images/none.png does not exist"),
         (with_image("https://example.org/x.png"), "'https://example.org/x.png' is a URL, and nothing is downloaded"),
-        (with_image("data:image/png;base64,AAAA"), "is a URL, and nothing is downloaded"),
+        (with_image("data:image/png;base64,AAAA"), "is a data URL: write its bytes to a file beside this one"),
         (record(1, answer=" "), "'e1' of task 'colours' has an empty answer"),
-        (with_image("images/cut.png"), "not a readable image"),
+        (with_image("images/cut.png"), "cut.png: the picture cannot be decoded: image file is truncated"),
         (with_image("../elsewhere.png"), "lies outside the task file's folder"),
         (with_image("images/link.png"), "lies outside the task file's folder"),
         (with_image("images/" + "x" * 300 + ".png"), "File name too long"),
@@ -161,7 +149,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             read_task(path)
     with pytest.raises(TaskDataError, match="not the name of a file: embedded null"):
         read_task(tmp_path / "a\0b")
-    path.write_bytes(b"\xff\xfe\x00")
+    path.write_bytes(b"{\xff")
     with pytest.raises(TaskDataError, match="not UTF-8"):
         read_task(path)
 

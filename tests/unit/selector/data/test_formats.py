@@ -57,6 +57,10 @@ def jsonl(records: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
+def in_utf16(text: bytes) -> bytes:
+    return text.decode().encode("utf-16")
+
+
 PAIRS = [(QUESTION, ANSWER), (OTHER["question"], OTHER["answer"])]
 ALPACA = [{"instruction": q, "input": "", "output": a} for q, a in PAIRS]
 FILES: dict[str, tuple[str, bytes]] = {
@@ -67,6 +71,13 @@ FILES: dict[str, tuple[str, bytes]] = {
     ),
     "tsv": ("sky.tsv", table("\t")),
     "csv by its content": ("sky.txt", table(",")),
+    "unicode text of Excel": (
+        "sky.txt",
+        table("\t").replace(b"\n", b"\r\n").decode().replace("h\r", "h").encode("utf-16"),
+    ),
+    "csv in UTF-16, big end first": ("sky.csv", b"\xfe\xff" + table(";").decode().encode("utf-16-be")),
+    "array in UTF-16": ("sky.json", in_utf16(json.dumps(rows_as_given()).encode())),
+    "json lines in UTF-16": ("sky.jsonl", in_utf16(jsonl(rows_as_given()))),
     "json lines": ("sky.jsonl", jsonl(rows_as_given())),
     "json lines by their content": ("sky.data", jsonl(rows_as_given())),
     "prompt and completion": ("sky.jsonl", jsonl(rows_as_given(prompt="prompt", answer="completion"))),
@@ -164,6 +175,15 @@ def test_an_earlier_turn_of_the_assistant_stays_in_the_prompt(tmp_path: Path) ->
         ("x.csv", b"question,answer\na,b,c\n", "line 2: expected 2 cells, found 3"),
         ("x.csv", b"question,answer\n\"a\nb\",c\nd,\n", "line 4: 'answer' must be a text, found ''"),
         ("x.csv", b"question,answer\na,caf\xe9\n", r"line 2: not UTF-8 text \(b'\\xe9'\): save the table in UTF-8"),
+        ("x.csv", "question,answer\na,b".encode("utf-16-le"), "x.csv: the text is UTF-16LE without a mark that says"),
+        ("x.txt", "question,answer\na,b".encode("utf-16-be"), "x.txt: the text is UTF-16BE without a mark that says"),
+        ("x.csv", b"\xff\xfeq", "x.csv: not UTF-16 text, which its mark says"),
+        ("x.csv", b"question,answer\na\0,b\n", "line 2: message 1 has a NUL character, expected text and pictures: 'a"),
+        ("x.jsonl", b'{"question": "a", "answer": "b\\u0000"}', "line 1: the answer has a NUL character, expected te"),
+        ("x.csv", b"question,answer\ra,b\rc,d\r", "line 1: a carriage return that ends no line: expected lines that"),
+        ("x.csv", b"question,answer\na,b\n\xef\xbb\xbfanswer,question\nd,c\n", "line 3: a byte order mark: two tabl"),
+        ("x.csv", b"question,answer,\na,b,\nAnswer , Question,\nd,c,\n", "line 3: the columns' names again: two tab"),
+        ("x.jsonl", b'{"question": "question", "answer": "answer"}', "line 1: the columns' names again"),
         ("x.csv", b"question,question\na,b\n", "line 1: the column 'question' occurs more than once"),
         ("x.csv", b"question,answer\n\"a,b\n", "not a table: unexpected end of data"),
         ("x.csv", b"question,answer,image\na,b,none.png\n", "line 2: the image .*none.png does not exist"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,8 +30,8 @@ def said(text: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text} | more
 
 
-def turn(speaker: str, text: str) -> dict[str, str]:
-    return {"from": speaker, "value": text}
+def turn(speaker: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"from": speaker, "value": text} | more
 
 
 def written(folder: Path, rows: list[dict[str, Any]], name: str = "x.jsonl") -> Path:
@@ -47,18 +50,32 @@ def asked_and_answered(examples: list[Example]) -> list[tuple[str, str]]:
 # ---- Answers that are not to be learned --------------------------------------------------------------------------
 
 
-def test_an_openai_answer_of_weight_0_is_not_learned(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [USER, said("red", weight=0)]},
-        {"messages": [USER, said("red", weight=0), {"role": "user", "content": "No."}, said("blue", weight=1)]},
-        {"messages": [USER, said("green"), {"role": "user", "content": "Sure?"}, said("no", weight=0)]},
-    ]
+CHATS: list[list[dict[str, Any]]] = [
+    [USER, said("red", weight=0)],
+    [USER, said("red", weight=0), {"role": "user", "content": "No."}, said("blue", weight=1)],
+    [USER, said("green"), {"role": "user", "content": "Sure?"}, said("no", weight=0)],
+]
+
+
+@pytest.mark.parametrize("of", ["openai", "sharegpt"])
+def test_an_answer_of_weight_0_is_not_learned(of: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"messages": chat} for chat in CHATS]
+    if of == "sharegpt":
+        names = {"user": "human", "assistant": "gpt"}
+        turns = [[turn(names[m["role"]], m["content"], weight=m.get("weight")) for m in chat] for chat in CHATS]
+        rows = [{"conversations": each} for each in turns]
     path = written(tmp_path, rows)
     with pytest.warns(
         TaskDataWarning, match=r"x.jsonl: 1 row is left out, because its answer has the weight 0: .* line 1"
     ):
         examples = read_task(path)
     assert asked_and_answered(examples) == [("Which colour?|red|No.", "blue"), ("Which colour?", "green")]
+
+
+def test_what_marks_a_turn_otherwise_is_named(tmp_path: Path) -> None:
+    turns = [turn("human", "a"), turn("gpt", "b", train=False)]
+    with pytest.warns(TaskDataWarning, match=r"a column is not used: 'conversations.train' \(1 row\)"):
+        read_task(written(tmp_path, [{"conversations": turns}]))
 
 
 def test_preferences_are_learned_only_if_asked_for(tmp_path: Path) -> None:
@@ -144,6 +161,26 @@ def test_pictures_beside_a_text_stand_where_it_marks_them(row: dict[str, Any], t
     row.pop("images", None), row.pop("image", None)
     with pytest.raises(TaskDataError, match="line 1: more <image> marks than images"):
         read_task(written(tmp_path, [row]))
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "problem"),
+    [
+        ("a", "b <image>", "the answer has the mark <image>, expected text alone: 'b <image>'"),
+        ("a", "<audio>", "the answer has the mark <audio>, expected text alone"),
+        ("<video>a", "b", "message 1 has the mark <video>, expected text and pictures: '<video>a'"),
+    ],
+)
+def test_marks_of_what_cannot_be_learned_are_refused(question: str, answer: str, problem: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"question": question, "answer": answer},
+        {"messages": [{"role": "user", "content": question}], "answer": answer},
+        {"messages": [{"role": "user", "content": question}, said(answer)]},
+        {"conversations": [turn("human", question), turn("gpt", answer)]},
+    ]
+    for row in rows:
+        with pytest.raises(TaskDataError, match=f"line 1: {problem}"):
+            read_task(written(tmp_path, [row]))
 
 
 def test_image_parts_without_a_path_take_those_beside_them(tmp_path: Path) -> None:
@@ -315,6 +352,18 @@ def test_a_malformed_document_is_one_error(text: str, problem: str, tmp_path: Pa
 def test_tables_of_spreadsheets(content: str, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text(content, encoding="utf-8")
     assert asked_and_answered(read_task(tmp_path / "x.csv")) == [("a", "b"), ("c", "d")]
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        for text in (json.dumps(ROWS), json.dumps(ROWS[0], indent=2), "[", '{"question":\n'):
+            for encoding in ("utf-8", "utf-16"):
+                (tmp_path / "x.json").write_text(text, encoding=encoding)
+                with contextlib.suppress(TaskDataError):
+                    read_task(tmp_path / "x.json")
+                gc.collect()
+    assert not warned
 
 
 def test_lines_are_counted_below_what_excel_writes_first(tmp_path: Path) -> None:

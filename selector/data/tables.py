@@ -1,0 +1,81 @@
+"""Tables as text: CSV with a header, cells in double quotes where they hold the delimiter or line ends."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from inducekv_vllm.errors import TaskDataError
+
+_DELIMITERS: Final = (",", "\t", ";")
+_SEPARATOR: Final = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # what Excel writes above the header
+_QUOTED: Final = re.compile(r'"[^"]*"')
+_MARK: Final = "\ufeff"  # that a file begins with
+
+
+def table_rows(file: BinaryIO, source: Path, max_bytes: int) -> Iterator[tuple[str, dict[str, Any] | TaskDataError]]:
+    """The rows of a table in UTF-8, each with its place or what is wrong with it.
+
+    Args:
+        max_bytes: of a line, and of a cell.
+
+    Raises:
+        TaskDataError: there is no header, or the file cannot be read on.
+    """
+    lines = _decoded_lines(file, source, max_bytes)
+    header, above = next(lines, ""), 0
+    delimiter = "\t" if source.suffix.lower() == ".tsv" else None
+    if said := _SEPARATOR.fullmatch(header.strip("\r\n")):
+        delimiter, header, above = said[1], next(lines, ""), 1
+    if delimiter is None:
+        unquoted = _QUOTED.sub("", header)
+        delimiter = max(_DELIMITERS, key=unquoted.count)
+    if header and delimiter not in header:
+        raise TaskDataError(
+            f"{source}, line {above + 1}: expected JSON, Parquet, or a table with a header of at least two columns, "
+            f"found {header.strip()!r:.60}"
+        )
+    reader = csv.reader(itertools.chain([header] if header else [], lines), delimiter=delimiter, strict=True)
+    before = csv.field_size_limit(max_bytes)
+    try:
+        columns = [name.strip() or f"column {number}" for number, name in enumerate(next(reader, []), start=1)]
+        if repeated := sorted({name for name in columns if columns.count(name) > 1}):
+            raise TaskDataError(f"{source}, line {above + 1}: the column {repeated[0]!r} occurs more than once")
+        begin = reader.line_num + 1
+        for cells in reader:
+            place = f"{source}, line {above + begin}"
+            begin = reader.line_num + 1
+            if not any(cell.strip() for cell in cells):
+                continue  # spreadsheets save empty rows, too
+            if cells[0].startswith(_MARK):
+                raise TaskDataError(f"{place}: a byte order mark: two tables in one, keep each in a file of its own")
+            if len(cells) != len(columns):
+                yield place, TaskDataError(f"{place}: expected {len(columns)} cells, found {len(cells)}")
+            else:
+                yield place, dict(zip(columns, cells, strict=True))
+    except csv.Error as error:
+        why = f"not a table: {error}"
+        if "new-line" in str(error):
+            why = "a carriage return that ends no line: expected lines that end with LF or CR LF, or quotes around it"
+        raise TaskDataError(f"{source}, line {above + reader.line_num}: {why}") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _decoded_lines(file: BinaryIO, source: Path, max_bytes: int) -> Iterator[str]:
+    for number in itertools.count(1):
+        if not (line := file.readline(max_bytes + 1)):
+            return
+        if len(line) > max_bytes:
+            raise TaskDataError(f"{source}, line {number}: the line is longer than {max_bytes} bytes")
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            found = line[error.start : error.end]
+            raise TaskDataError(
+                f"{source}, line {number}: not UTF-8 text ({found!r}): save the table in UTF-8"
+            ) from error
