@@ -167,6 +167,8 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm.entrypoints.llm:LLM": ("llm_engine",),
     },
     "server/endpoint.py": {
+        "vllm.v1.engine.async_llm:AsyncLLM.sleep": (),
+        "vllm.v1.engine.async_llm:AsyncLLM.release_kv_cache_memory": (),
         "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search": ("prompt", "lora_request"),
         "vllm.entrypoints.serve.engine.serving:BaseServing._check_model": ("request",),
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter": ("request",),
