@@ -39,6 +39,7 @@ def report(judge: Callable[[], VllmConfig | None]) -> int:
     _say("Python", f"{platform.python_version()}, {platform.platform()}, {os.cpu_count()} CPUs")
     names = sorted(name for name in os.environ if name.startswith(("VLLM_", "INDUCEKV_", "TRITON_", "CUDA_")))
     _say("environment", ", ".join(names))  # without the values: some are keys
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         check_vllm_version(installed_vllm())
         _say_model(judge())

@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "--print-demo-model" in given:
             print(demo_model())
             return
-        os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
         if "--check" in given:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             flags = [each for each in given if each != "--check"]
             sys.exit(report(lambda: prepare(parsed(flags), os.environ)))
         args = parsed(given)
@@ -78,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     """The arguments of vllm serve and ours. Raises UsageError: vLLM cannot read them. SystemExit: argparse cannot."""
+    os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
     given = [f"--help={GROUP}" if each in ("-h", "--help") else each for each in given]
     # So spelled, vLLM refuses this flag before a model, even without one. Its parser takes an abbreviation, too.
     given = [SERVED_NAME.sub(lambda flag: flag[0][:-1], each) for each in given]
