@@ -65,18 +65,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(demo_model())
             return
         if "--check" in given:
-            flags = [each for each in given if each != "--check"]
-            sys.exit(report(lambda: prepare(parsed(flags), os.environ)))
-        args = parsed(given)
-        prepare(args, os.environ)
+            sys.exit(report(lambda: started([each for each in given if each != "--check"])[1]))
+        args, _ = started(given)
         run_vllm(args)
     except InduceKVError as error:
         _refuse(error)
 
 
+def started(given: Sequence[str]) -> tuple[argparse.Namespace, VllmConfig | None]:
+    """What vLLM gets, and what `prepare` returns. Raises as `parsed` and `prepare` do."""
+    os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
+    args = parsed(given)
+    return args, prepare(args, os.environ)
+
+
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     """The arguments of vllm serve and ours. Raises UsageError: vLLM cannot read them. SystemExit: argparse cannot."""
-    os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
     given = [f"--help={GROUP}" if each in ("-h", "--help") else each for each in given]
     # So spelled, vLLM refuses this flag before a model, even without one. Its parser takes an abbreviation, too.
     given = [SERVED_NAME.sub(lambda flag: flag[0][:-1], each) for each in given]
@@ -308,7 +312,7 @@ def check_flags(args: argparse.Namespace) -> VllmConfig:
     given = argparse.Namespace(**{**vars(args), "model": args.model_tag or args.model})
     try:
         with suppress_logging():
-            config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+            config: VllmConfig = AsyncEngineArgs.from_cli_args(given).create_engine_config()
     except ValueError as error:
         raise UsageError(" ".join(str(error).split())) from error
     check_engine(config)
