@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import vllm.logger  # noqa: F401  # it takes its level when it is first imported, for all tests of the process
 
 from inducekv_vllm.vllm_seams import seams
 from server import launcher
@@ -23,11 +24,11 @@ def checked(capsys: pytest.CaptureFixture[str], *given: str) -> tuple[object, di
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that the command sets are the test's own."""
-    for name in ("VLLM_LOGGING_LEVEL", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE"):
-        monkeypatch.setenv(name, {"VLLM_PLUGINS": "inducekv"}.get(name, "1"))
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the command sets are the test's own."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_PLUGINS", "inducekv")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("INDUCEKV_ADMIN_KEY", "secret")
 
 
