@@ -169,7 +169,7 @@ def test_the_last_fact_of_a_task_takes_its_gate_along(reader: FactReader) -> Non
     gated = taught(None, facts, reader).next(gate=gate)
     left = forgotten(gated, ["a"])
     assert (left.metadata.gate_tasks, [fact.id for fact in left.metadata.facts]) == (("places",), ["b"])
-    other = taught(left, [fact_of("Why is it so late?", "so", "reasons", id="c")], reader)
+    other = taught(left, [fact_of("Why is the train late?", "so", "reasons", id="c")], reader)
     assert forgotten(other, ["b"]).gate is None
 
 
