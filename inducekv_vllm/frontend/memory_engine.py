@@ -87,7 +87,7 @@ class MemoryEngine:
         self._client = client
         self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
-        self.facts = FactFinder(client, config.judge_threshold)
+        self.facts = FactFinder(client, config)
         self._memories = memories
         self._config = config
         self._journal = journal

@@ -32,11 +32,13 @@ from vllm.sampling_params import SamplingParams
 from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.judged import Judged
+from ..backbone.pair_classifier import PairClassifier
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import Candidates
 from ..bundle import Bundle, FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
-from ..facts import AskedFacts
+from ..facts import AskedFacts, Pair
+from ..facts.judge import JudgePrompt
 from ..protocol import Decided, Decision
 from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
@@ -81,7 +83,7 @@ class MemoryLLM:
         """Read the public keys.
 
         Raises:
-            UnsupportedModel: the engine was started without the memory worker.
+            UnsupportedModel: the engine was started without the memory worker, or the `judge` cannot be one.
             ConfigError: a file cannot be used.
         """
         read_as_task_data()
@@ -98,6 +100,7 @@ class MemoryLLM:
         self._backbone = backbone_fingerprint(model.model, model.revision, cache)
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._signers = [read_public_key(path) for path in self.config.require_signature]
+        self._classifier = None if self.config.judge is None else PairClassifier(self.config.judge)
         self._loaded: dict[str, ServedBundle] = {}  # by digest
 
     def load_bundle(self, path: str | os.PathLike[str]) -> ServedBundle:
@@ -282,15 +285,22 @@ class MemoryLLM:
             return Candidates(())
         return memory.questions.candidates(question.text, has_media=question.has_media)
 
-    def _said(self, prompts: Sequence[list[int]]) -> list[float]:
-        """By the model as a judge."""
-        prompt = self._judged.prompt
-        params = [judge_params(prompt)] * len(prompts)
-        return [odds_in(each, prompt) for each in self._run(list(map(tokens_input, prompts)), params, None)]
+    def _said(self, pairs: Sequence[Pair]) -> list[float]:
+        """By the judge."""
+        if self._classifier is not None:
+            return self._classifier.said(pairs)
+        prompt = self._judge_prompt
+        prompts = [tokens_input(prompt.token_ids(pair)) for pair in pairs]
+        return [odds_in(each, prompt) for each in self._run(prompts, [judge_params(prompt)] * len(prompts), None)]
+
+    @cached_property
+    def _judge_prompt(self) -> JudgePrompt:
+        return JudgePrompt(self._facts.tokenizer)
 
     @cached_property
     def _judged(self) -> Judged:
-        return Judged(self._facts.tokenizer, self.config.judge_threshold, self._facts.context)
+        has_room = self._classifier is not None or self._judge_prompt.fits(self._facts.context)
+        return Judged(self.config.judge_threshold, has_room=has_room)
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None
