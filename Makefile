@@ -117,7 +117,7 @@ test-families: setup-dev
 # 10,000 mutated bundles and 2,000 mutated task files.
 test-mutations: export OMP_NUM_THREADS := 1
 test-mutations: setup-dev
-	$(BIN)/python -m pytest -m slow tests/unit/mutation $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests/unit/mutation tests/server/test_mutated_tables.py $(PYTEST_ARGS)
 
 # Start-up, parity and isolation on another version of vLLM, in an environment of its own below .cache/compat.
 compat: export OMP_NUM_THREADS := 1

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from .backbone.stored_facts import FactReader
 from .bundle import Bundle, FactRecord, bundle_without_entries
 from .bundle.metadata import MAX_ID, first_problem
+from .bundle.plain_text import found_beside_text
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
 from .facts import CACHED_QUESTIONS, MOST_CHARACTERS, has_words, same_words
@@ -42,9 +43,13 @@ def fact_of(
         picture: the state of the question's pictures, as `inducekv_vllm.facts.packed` gives it; None without any.
 
     Raises:
-        TaskDataError: an id, task, question, answer or wording is empty, an id or a wording is too long, there are too
-            many wordings, or `picture` is no state.
+        TaskDataError: an id, task, question, answer or wording is empty or has something else than text in it, an id or
+            a wording is too long, there are too many wordings, or `picture` is no state.
     """
+    texts = {"id": id or "", "task": task, "question": question, "answer": answer, "wordings": "\n".join(also)}
+    for what, text in texts.items():
+        if (found := found_beside_text(text)) is not None:
+            raise TaskDataError(f"example {id or question!r:.100}: {what}: expected text alone, found {found}")
     pictures = [] if picture is None else [picture.encode()]
     digest = source_digest_of([{"role": "user", "content": [{"type": "text", "text": question}]}], pictures)
     try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 
+from inducekv_vllm.bundle.adapters import tensor_names
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.served_bundle import ServedBundle
@@ -21,6 +23,7 @@ from .pool import PoolSize
 
 logger = logger_of(__name__)
 LOAD_S: Final = 600.0  # so long a load may take
+SHOWN: Final = 3  # names of tensors in an error
 ERASE_S: Final = 5.0  # so long changes wait for the memory of a bundle to be overwritten
 
 
@@ -42,17 +45,31 @@ class Engines:
         Raises:
             CapacityError: it does not fit.
             BundleError: a worker cannot load it otherwise.
-            UnsupportedModel: this engine cannot serve it, or an adapter of one of its tasks cannot be loaded.
+            UnsupportedModel: this engine cannot serve it, or an adapter of one of its tasks not, or not all of it.
             TimeoutError: it takes too long.
         """
         async with asyncio.timeout(LOAD_S):
+            adapters = task_adapters(memory)
+            for task, adapter in adapters.items():
+                await self._require_modules(task, adapter)
             resident_bytes = await load_async(self.client.collective_rpc, path, memory.digest)
-            for task, adapter in task_adapters(memory).items():
+            for task, adapter in adapters.items():
                 try:
                     await self.client.add_lora(adapter)
                 except Exception as error:
                     raise UnsupportedModel(f"cannot load the adapter of task {task!r}: {error}") from error
         return resident_bytes
+
+    async def _require_modules(self, task: str, adapter: LoRARequest) -> None:
+        """Raises UnsupportedModel: vLLM would leave out weights of an adapter without a word."""
+        names = await asyncio.to_thread(tensor_names, Path(adapter.lora_path))
+        unmet, *_ = await self.client.collective_rpc("inducekv_unmet_tensors", args=(names,))
+        if unmet:
+            raise UnsupportedModel(
+                f"the adapter of task {task!r} in {adapter.lora_path}: {len(names) - len(unmet)} of {len(names)} "
+                f"tensors meet a module that vLLM adapts in this model, not {', '.join(unmet[:SHOWN])}"
+            )
+        logger.info("the adapter of task %r: all %d tensors meet a module", task, len(names))
 
     async def unload(self, digest: str, adapters: Iterable[LoRARequest] = (), *, keep: bool = False) -> None:
         """Drop a bundle, or its load; running requests keep it until they end.

@@ -9,6 +9,7 @@ file.py       reading and writing, atomically and without unpickling
 activation.py from which position of a request memory acts
 adapters.py   the LoRA adapters that a bundle records
 lookup.py     what a bundle's gate and index say about a request
+plain_text.py what a question or an answer may not hold
 source.py     what tells one training example from another
 """
 

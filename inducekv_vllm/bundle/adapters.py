@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from ..errors import BundleError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MATRIX: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
+_OF_BASE: Final = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # copies of the model's own
+
+
+class Matrix(NamedTuple):
+    """One of the two of a module: A [rank, in] or B [out, rank]."""
+
+    module: str  # as the model that it was trained with has it
+    side: str  # "A" or "B"
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The facts of an adapter that do not need its weights."""
+    """What is known of an adapter."""
 
     digest: str  # sha256 over configuration and weights
     rank: int  # the largest of its modules
+    tensors: Mapping[str, Matrix | None]  # by name; None for what belongs to no LoRA
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read the configuration of an adapter and hash its files.
+    """Read the configuration of an adapter and the shapes of its weights, and hash its files.
 
     Raises:
-        BundleError: a file is missing or unreadable, or it is no LoRA adapter.
+        BundleError: a file is missing or unreadable, it is no LoRA adapter, or one that changes nothing.
     """
     sha = hashlib.sha256()
     try:
@@ -43,4 +59,40 @@ def read_adapter(folder: Path) -> AdapterFiles:
     ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     if not all(isinstance(rank, int) and rank >= 1 for rank in ranks):
         raise BundleError(f"{folder / CONFIG}: expected positive ranks, found {ranks}")
-    return AdapterFiles(sha.hexdigest(), max(ranks))
+    alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
+    is_scaled = any(alpha != 0 for alpha in alphas)
+    return AdapterFiles(sha.hexdigest(), max(ranks), _read_weights(folder / WEIGHTS, is_scaled=is_scaled))
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """The names of an adapter's weights. Raises BundleError: they cannot be read."""
+    with _opened(folder / WEIGHTS) as file:
+        return list(file.keys())
+
+
+def _read_weights(path: Path, *, is_scaled: bool) -> dict[str, Matrix | None]:
+    """`is_scaled`: the products of the matrices are multiplied by something else than zero."""
+    tensors: dict[str, Matrix | None] = {}
+    moved: dict[str, set[str]] = {}  # the sides that are not zero, by module
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118
+            if name.endswith(_OF_BASE):
+                continue
+            found = _MATRIX.fullmatch(name)
+            tensors[name] = None
+            if found is not None:
+                tensors[name] = Matrix(found["module"], found["side"], tuple(file.get_slice(name).get_shape()))
+                if file.get_tensor(name).any():
+                    moved.setdefault(found["module"], set()).add(found["side"])
+    if not is_scaled or not any(len(sides) == 2 for sides in moved.values()):
+        raise BundleError(f"{path}: the LoRA adapter changes nothing: its products are zero")
+    return tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"{path}: cannot read the LoRA adapter: {error}") from error

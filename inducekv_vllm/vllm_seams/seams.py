@@ -52,6 +52,13 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm.v1.worker.gpu_worker:Worker.sample_tokens": ("grammar_output",),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("attn_groups",),
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("attn_groups",),
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": ("lora_manager",),
+        "vllm.lora.worker_manager:WorkerLoRAManager": ("_adapter_manager",),
+    },
+    "inducekv_vllm/workers/adapters.py": {
+        "vllm.lora.model_manager:LoRAModelManager": ("model", "modules", "packed_modules"),
+        "vllm.lora.utils:parse_fine_tuned_lora_name": ("name", "weights_mapper"),
+        "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper": (),
     },
     "inducekv_vllm/workers/requests.py": {
         "vllm.v1.core.sched.output:SchedulerOutput": (

@@ -42,6 +42,7 @@ from ..vllm_seams.device import Device, device_of
 from ..vllm_seams.logs import logger_of
 from ..vllm_seams.requirements import check_engine
 from ..vllm_seams.runner import RunnerTables, StepRows, follow_runner
+from .adapters import unmet_tensors
 from .answering import register
 from .cached_values import CachedValues
 from .decisions import Deciding, StepDecisions
@@ -297,6 +298,10 @@ class MemoryWorker(Worker):
         With `keep` it stays in host memory, as far as there is room, to be loaded again; without, nothing stays.
         """
         return {"ok": True, "found": self.resident.unload(digest, keep=keep)}
+
+    def inducekv_unmet_tensors(self, names: list[str]) -> list[str]:
+        """See `unmet_tensors`."""
+        return unmet_tensors(self.model_runner.lora_manager._adapter_manager, names)
 
     def inducekv_is_erased(self, digest: str) -> bool:
         """Whether the memory of an unloaded bundle is overwritten. It is once no running request reads it.

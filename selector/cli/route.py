@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from inducekv_vllm.bundle import write_bundle
+from inducekv_vllm.bundle.adapters import tensor_names
 from inducekv_vllm.errors import ConfigError
 
 from ..runtime.files import require_output
@@ -35,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     bundle, fitted = route_bundle(backbone, questions, adapters, relative_to=options.output.parent, progress=True)
     write_bundle(bundle, options.output)
     print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")
+    for task, folder in adapters.items():
+        print(f"{task}: all {len(tensor_names(folder))} tensors of {folder} fit a layer of the language model")
     print_fitted(fitted)
     return SUCCESS
 

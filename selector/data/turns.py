@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any, Final
 
+from inducekv_vllm.bundle.plain_text import PICTURE_MARK, found_beside_text
 from inducekv_vllm.errors import TaskDataError
 
 Message = dict[str, Any]
@@ -14,8 +15,6 @@ ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assi
 # And of ShareGPT's and LLaVA's.
 SPEAKERS: Final = {**ROLES, "human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 _TOOLS: Final = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
-MARK: Final = "<image>"  # of LLaVA
-MARKS: Final = (MARK, "<video>", "<audio>")
 
 
 def role_of(name: Any, known: Mapping[str, str], number: int, place: str) -> str:
@@ -47,11 +46,9 @@ def messages_of(turns: Sequence[Any], place: str) -> list[Message]:
 
 
 def require_text(text: str, what: str, expected: str, place: str) -> None:
-    """Raises TaskDataError: what is no text is in it, or stands there by a mark."""
-    if "\0" in text:
-        raise TaskDataError(f"{place}: {what} has a NUL character, expected {expected}: {shown(text)}")
-    if (mark := next((mark for mark in MARKS if mark in text), None)) is not None:
-        raise TaskDataError(f"{place}: {what} has the mark {mark}, expected {expected}: {shown(text)}")
+    """Raises TaskDataError: something else than text is in it."""
+    if (found := found_beside_text(text)) is not None:
+        raise TaskDataError(f"{place}: {what} has {found}, expected {expected}: {shown(text)}")
 
 
 def last_learned(messages: Sequence[Any], place: str) -> int | None:
@@ -69,7 +66,7 @@ def last_learned(messages: Sequence[Any], place: str) -> int | None:
 
 
 def with_pictures(messages: Any, images: Sequence[Any], place: str, *, anywhere: bool = False) -> Any:
-    """The messages with the images where their texts have `MARK`, and in image parts that name none.
+    """The messages with the images where their texts have `PICTURE_MARK`, and in image parts that name none.
 
     Args:
         anywhere: images of which no text has a mark go before the last message's text.
@@ -82,21 +79,21 @@ def with_pictures(messages: Any, images: Sequence[Any], place: str, *, anywhere:
     if remaining and len(remaining) == len(images) and anywhere:
         return [*placed[:-1], _before_text(placed[-1], remaining)]
     if remaining:
-        raise TaskDataError(f"{place}: {len(remaining)} images have no {MARK} mark in the conversation")
+        raise TaskDataError(f"{place}: {len(remaining)} images have no {PICTURE_MARK} mark in the conversation")
     return placed
 
 
 def _placed(message: Any, remaining: list[Any], place: str) -> Any:
     """A message with its pictures, which are taken from `remaining`; one without marks as it is."""
     content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, str) and MARK in content:
+    if isinstance(content, str) and PICTURE_MARK in content:
         return message | {"content": _parts(content, remaining, place)}
     if not isinstance(content, list):
         return message
     parts: list[Any] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and MARK in str(part.get("text")):
+        if kind == "text" and PICTURE_MARK in str(part.get("text")):
             parts += _parts(str(part["text"]), remaining, place)
         elif kind == "image" and remaining and part.get("image") is None:
             parts.append({"type": "image", "image": remaining.pop(0)})
@@ -108,10 +105,10 @@ def _placed(message: Any, remaining: list[Any], place: str) -> Any:
 def _parts(text: str, remaining: list[Any], place: str) -> list[Message]:
     """A text with marks as parts; line ends around pictures go."""
     parts: list[Message] = []
-    for number, piece in enumerate(text.split(MARK)):
+    for number, piece in enumerate(text.split(PICTURE_MARK)):
         if number:
             if not remaining:
-                raise TaskDataError(f"{place}: more {MARK} marks than images")
+                raise TaskDataError(f"{place}: more {PICTURE_MARK} marks than images")
             parts.append({"type": "image", "image": remaining.pop(0)})
         if piece.strip():
             parts.append({"type": "text", "text": piece.strip("\n")})

@@ -77,9 +77,9 @@ def read_background(path: str | Path) -> list[Example]:
     texts = list(dict.fromkeys(line for line in lines if line))
     if not texts:
         raise TaskDataError(f"{source}: the file holds no requests")
-    for number, text in enumerate(texts, start=1):
-        require_text(text, f"request {number}", "text alone", str(source))
-    return [_example(number, text) for number, text in enumerate(texts)]
+    for number, request in enumerate(texts, start=1):
+        require_text(request, f"request {number}", "text alone", str(source))
+    return [_example(number, request) for number, request in enumerate(texts)]
 
 
 @cache

@@ -8,18 +8,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
-import safetensors
 import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from inducekv_vllm.bundle import AdapterRecord, Bundle, bundle_without_entries
-from inducekv_vllm.bundle.adapters import WEIGHTS, read_adapter
+from inducekv_vllm.bundle.adapters import AdapterFiles, Matrix, read_adapter
 from inducekv_vllm.errors import BundleError
 
+from ..backbone.loading import decoder
 from ..backbone.model import Backbone
 from ..gate.data import GateData
 from ..gate.fit import FittedGate, fit_gate
 from .settings import ROUTE
+
+SHOWN: Final = 3  # names of tensors in an error
 
 
 def route_bundle(
@@ -49,30 +54,44 @@ def route_bundle(
 
 
 def _record(backbone: Backbone, task: str, folder: Path, relative_to: Path) -> AdapterRecord:
-    files = read_adapter(folder)
-    _require_base(backbone, task, folder)
+    adapter = read_adapter(folder)
+    require_base(backbone, adapter, f"the adapter of task {task!r} in {folder}")
     absolute, root = folder.resolve(), relative_to.resolve()
     path = os.path.relpath(absolute, root) if absolute.is_relative_to(root) else str(absolute)
-    return AdapterRecord(task=task, path=path, digest=files.digest, rank=files.rank)
+    return AdapterRecord(task=task, path=path, digest=adapter.digest, rank=adapter.rank)
 
 
-def _require_base(backbone: Backbone, task: str, folder: Path) -> None:
-    """Check that every matrix of the adapter belongs to a linear layer of the model and fits it."""
-    name = f"the adapter of task {task!r} in {folder}"
-    try:
-        with safetensors.safe_open(str(folder / WEIGHTS), framework="pt") as file:
-            shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError) as error:
-        raise BundleError(f"{name}: cannot read the weights: {error}") from error
-    linear = [(path, m) for path, m in backbone.model.named_modules() if isinstance(m, torch.nn.Linear)]
-    for key, shape in shapes.items():
-        module_name, _, matrix = key.partition(".lora_")
-        # What stands before the layers depends on the version of transformers that the adapter was trained with.
-        tail = module_name[module_name.find(".layers.") :]
-        sizes = [
-            (1, m.in_features) if matrix.startswith("A") else (0, m.out_features)
-            for path, m in linear
-            if f".{path}".endswith(tail)
-        ]
-        if not any(len(shape) == 2 and shape[side] == size for side, size in sizes):
-            raise BundleError(f"{name} is of another base: the model has no linear layer for {key} of shape {shape}")
+def require_base(backbone: Backbone, adapter: AdapterFiles, name: str) -> None:
+    """Check that every matrix of an adapter belongs to a layer of the language model that has one, and fits it.
+
+    vLLM adapts no other ones, and knows layers by the names that the model's own checkpoints have, or transformers.
+
+    Raises:
+        BundleError: names those that do not, behind `name`.
+    """
+    language_model = {*decoder(backbone.model).modules(), backbone.model.get_output_embeddings()}
+    sizes = {path: _sizes(module) for path, module in backbone.model.named_modules() if module in language_model}
+    renames = [each for each in get_model_conversion_mapping(backbone.model) if isinstance(each, WeightRenaming)]
+
+    def fits(matrix: Matrix | None) -> bool:
+        if matrix is None:
+            return False
+        path, _ = rename_source_key(f"{matrix.module}.weight", renames, [])
+        of_module = sizes.get(path.removesuffix(".weight"))
+        side = 1 if matrix.side == "A" else 0
+        return of_module is not None and len(matrix.shape) == 2 and matrix.shape[side] == of_module[side]
+
+    if unmet := [key for key, matrix in adapter.tensors.items() if not fits(matrix)]:
+        count, first = len(adapter.tensors), adapter.tensors[unmet[0]]
+        shape = "" if first is None else f"; the first has the shape {list(first.shape)}"
+        raise BundleError(
+            f"{name} is of another base: {count - len(unmet)} of {count} tensors fit a layer of the language model, "
+            f"not {', '.join(unmet[:SHOWN])}{shape}"
+        )
+
+
+def _sizes(module: torch.nn.Module) -> tuple[int, int] | None:
+    """Outputs and inputs; None: it has no matrix."""
+    if isinstance(module, torch.nn.Embedding):
+        return module.embedding_dim, module.num_embeddings
+    return (module.out_features, module.in_features) if isinstance(module, torch.nn.Linear) else None

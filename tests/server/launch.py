@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,17 +47,26 @@ class Adapted:
     bundle: Bundle  # of the merged model, and naming the adapter
 
 
-def save_adapter(model: Path, adapter: Path, merged: Path, seed: int = 0) -> None:
-    """A random adapter of the text model's q_proj and v_proj, and the model that has it merged in."""
+def save_adapter(model: Path, adapter: Path, merged: Path, seed: int = 0, **settings: Any) -> None:
+    """A random adapter of the text model's q_proj and v_proj, and the model that has it merged in.
+
+    Args:
+        settings: of PEFT: `use_rslora`, `rank_pattern` and `alpha_pattern` of the two projections by name, and such
+            that change nothing here.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(model / "model.safetensors")
     factors: dict[str, torch.Tensor] = {}
     adapted = ("q_proj.weight", "v_proj.weight")
     for name in [n for n in weights if n.startswith("language_model.") and n.endswith(adapted)]:
         rows, columns = weights[name].shape
-        a = 0.2 * torch.randn(RANK, columns, generator=generator)  # [r, in]
-        b = 0.2 * torch.randn(rows, RANK, generator=generator)  # [out, r]
-        weights[name] = weights[name].float() + SCALE * b @ a
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        rank = settings.get("rank_pattern", {}).get(projection, RANK)
+        alpha = settings.get("alpha_pattern", {}).get(projection, SCALE * RANK)
+        a = 0.2 * torch.randn(rank, columns, generator=generator)  # [r, in]
+        b = 0.2 * torch.randn(rows, rank, generator=generator)  # [out, r]
+        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        weights[name] = weights[name].float() + scale * b @ a
         prefix = "base_model.model." + name.removesuffix(".weight")
         factors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
     assert factors
@@ -64,7 +75,8 @@ def save_adapter(model: Path, adapter: Path, merged: Path, seed: int = 0) -> Non
     adapter.mkdir()
     save_file(factors, adapter / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "target_modules": ["q_proj", "v_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM", "bias": "none"}))
+    config |= {"task_type": "CAUSAL_LM", "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | settings))
 
 
 def make_tiny_world(folder: Path) -> World:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import httpx
 import openai
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from selector.backbone.model import Backbone
@@ -47,6 +50,13 @@ def write_task(folder: Path, task: str) -> Path:
     return folder / "task.jsonl"
 
 
+# Of PEFT, as people train with them; the second says of linear layers what PEFT says of others.
+TRAINED: dict[str, dict[str, Any]] = {
+    "a": {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 6}},
+    "b": {"use_rslora": True, "fan_in_fan_out": True},
+}
+
+
 @pytest.fixture(scope="module")
 def folder(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Task data, and the adapters "a" and "b" with the models that have them merged in."""
@@ -54,7 +64,8 @@ def folder(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for task in QUESTIONS:
         write_task(folder / task, task)
     for seed, task in enumerate("ab"):
-        save_adapter(adapted.folder / "model", folder / f"adapter-{task}", folder / f"merged-{task}", seed)
+        merged = folder / f"merged-{task}"
+        save_adapter(adapted.folder / "model", folder / f"adapter-{task}", merged, seed, **TRAINED[task])
     return folder
 
 
@@ -155,11 +166,53 @@ def test_the_server_refuses_adapters_it_cannot_serve(
     assert "is not the one that the bundle was made with" in message
 
 
+def copied(folder: Path, name: str, change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Path:
+    """The adapter "a" with other weights."""
+    copy = Path(shutil.copytree(folder / "adapter-a", folder / name))
+    weights = load_file(copy / "adapter_model.safetensors")
+    save_file(dict(change(*each) for each in weights.items()), copy / "adapter_model.safetensors")
+    return copy
+
+
+def renamed(before: str, after: str) -> Callable[[str, Tensor], tuple[str, Tensor]]:
+    return lambda name, weight: (name.replace(before, after), weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("twin", renamed("language_model.model.", "model."), "0 of 12 tensors meet a module that vLLM adapts"),
+        ("tower", renamed("language_model.model.", "vision_tower.vision_model.encoder."), "0 of 12 tensors meet"),
+        ("deeper", renamed("layers.1.", "layers.41."), "8 of 12 tensors meet a module that vLLM adapts in this model"),
+        ("zero", lambda name, weight: (name, 0 * weight), "the LoRA adapter changes nothing: its products are zero"),
+    ],
+)
+def test_an_adapter_is_loaded_only_if_all_of_it_acts(
+    name: str,
+    change: Callable[[str, Tensor], tuple[str, Tensor]],
+    problem: str,
+    adapted: Adapted,
+    folder: Path,
+    routed: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the command, and by the server, whatever command made the bundle."""
+    other = copied(folder, name, change)
+    assert main(route(adapted, folder, f"a={other}:{folder / 'a/task.jsonl'}", output="refused")) == 2
+    assert problem.partition("tensors")[0] in capsys.readouterr().err
+    assert not (folder / "refused.safetensors").exists()
+    sha = hashlib.sha256()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        sha.update(hashlib.sha256((other / file).read_bytes()).digest())
+    path = changed(read_bundle(routed), folder / "changed.safetensors", path=name, digest=sha.hexdigest())
+    assert problem in refusal(adapted, path)
+
+
 @pytest.mark.parametrize(
     ("adapters", "problem"),
     [
         (["a=nowhere:{a}"], "nowhere: cannot read the LoRA adapter: No such file"),
-        (["a={wrong}:{a}"], "is of another base: the model has no linear layer for"),
+        (["a={wrong}:{a}"], "is of another base: 6 of 12 tensors fit a layer of the language model"),
     ],
 )
 def test_what_the_command_refuses(
