@@ -21,10 +21,11 @@ from typing import Any, Final, Literal
 
 from vllm.lora.request import LoRARequest
 
-from .facts import FactFound, FactMissed
+from .facts import NO_FACTS, AskedFacts, FactFound, FactMissed
 from .gate import Closed
 
 EXTRA_ARGS_KEY = "inducekv"
+JUDGE = "inducekv_judge"  # in extra_args: the request asks the model to judge a fact, and goes first
 DECISIONS = "inducekv_decisions"  # an attribute of ModelRunnerOutput: {request id: Decided}
 STARTS = "inducekv_starts"  # an attribute of SchedulerOutput: {request id: Start}
 Source = Literal["computed", "cached", "none"]
@@ -87,6 +88,7 @@ class DecideSpec:
     top_k: int | None
     owner: str = ""  # who may share the decision
     adapters: tuple[tuple[str, TaskAdapter], ...] = ()  # of the tasks that have one instead of entries
+    asked: AskedFacts = NO_FACTS  # what the prompt's text asks for
 
     def to_extra_args(self) -> dict[str, Any]:
         return {**asdict(self), "adapters": [[task, asdict(adapter)] for task, adapter in self.adapters]}
@@ -95,7 +97,8 @@ class DecideSpec:
     def parse(cls, raw: Mapping[str, Any]) -> DecideSpec:
         adapters = tuple((str(task), TaskAdapter(**adapter)) for task, adapter in raw["adapters"])
         top_k = None if raw["top_k"] is None else int(raw["top_k"])
-        return cls(str(raw["bundle"]), bool(raw["retrieval"]), top_k, str(raw["owner"]), adapters)
+        asked = AskedFacts.parse(raw["asked"])
+        return cls(str(raw["bundle"]), bool(raw["retrieval"]), top_k, str(raw["owner"]), adapters, asked)
 
 
 PICTURE_SPEC: Final = DecideSpec(bundle="", retrieval=False, top_k=None)

@@ -41,7 +41,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .forbidden import forbidding
-from .protocol import DECISIONS, STARTS, BlockKey, Decided, DecideSpec, InjectionSpec, Start, parse_specs
+from .protocol import DECISIONS, JUDGE, STARTS, BlockKey, Decided, DecideSpec, InjectionSpec, Start, parse_specs
 from .vllm_seams.patches import patch
 
 NEVER = 1 << 60  # a step
@@ -103,6 +103,9 @@ class _MemoryRequests(Scheduler):
         else:
             self._keep_apart(request, [spec for spec in specs if isinstance(spec, InjectionSpec)])
         super().add_request(request)
+        if request.sampling_params is not None and JUDGE in (request.sampling_params.extra_args or {}):
+            self.waiting.remove_requests([request])  # a request for memory waits for its answer
+            self.waiting.prepend_request(request)
 
     def _ask(self, request: Request, specs: Sequence[DecideSpec]) -> None:
         """The worker decides, unless it is known what it would say."""

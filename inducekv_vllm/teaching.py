@@ -6,19 +6,20 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from .backbone.stored_facts import FactReader
+from .backbone.fact_reader import FactReader
 from .bundle import Bundle, FactRecord, bundle_without_entries
 from .bundle.metadata import MAX_ID, first_problem
 from .bundle.plain_text import found_beside_text
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
-from .facts import CACHED_QUESTIONS, MOST_CHARACTERS, has_words, same_words
+from .facts import MOST_CHARACTERS, has_words
+from .facts.index import key_of_stored
+from .facts.question import Key
 
 DEFAULT_TASK: Final = "facts"
 DEFAULT_BUDGET_BYTES: Final = 64 * 2**20
@@ -235,14 +236,9 @@ def _check_wordings(facts: Sequence[FactRecord]) -> None:
                 raise TaskDataError(f"example {fact.id!r}: its wording {wording!r} asks for example {other!r}")
 
 
-def _asked(fact: FactRecord, question: str) -> tuple[str, tuple[str, ...], str | None]:
-    """Questions with the same are one question."""
-    return fact.task, _stored_words(question), fact.picture
-
-
-@lru_cache(CACHED_QUESTIONS)  # the next version of a bundle has most of the questions of this one
-def _stored_words(question: str) -> tuple[str, ...]:
-    return same_words(question)
+def _asked(fact: FactRecord, question: str) -> tuple[str, Key, str | None]:
+    """Questions with the same are one question, when they are taught as when they are asked."""
+    return fact.task, key_of_stored(question), fact.picture
 
 
 def _says_the_same(old: FactRecord, new: FactRecord) -> bool:

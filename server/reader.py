@@ -15,7 +15,7 @@ from typing import Final, TypeVar, cast
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.bundle import (
     MAX_SERVED_BYTES,
     AdapterRecord,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord
 from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
 from inducekv_vllm.frontend.memory_engine import MemoryEngine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.chat import Message
 from benchmarks.churn.crowd import PAYLOAD_TOKENS, random_bundle
-from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.bundle import BackboneFingerprint, Bundle, write_bundle
 from inducekv_vllm.teaching import fact_of, taught
 

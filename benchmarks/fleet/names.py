@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.record import keep, parser_of
 from benchmarks.server_process import processes_of, serving
-from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.teaching import fact_of, taught

@@ -25,7 +25,7 @@ import httpx
 from benchmarks.churn.changes import meanwhile
 from benchmarks.record import keep, parser_of
 from benchmarks.server_process import serving
-from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.bundle import write_bundle
 from server.demo import CHECKPOINT
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..backbone.stored_facts import FactReader, StoredFacts
+from ..backbone.fact_reader import FactReader
+from ..backbone.stored_facts import StoredAnswers
 from ..bundle import Bundle
 from ..bundle.lookup import BundleIndex
 from ..gate import TurnMarks, WordScores
@@ -27,7 +28,7 @@ class HostPart:
     first_layers: IntArray  # [B], the first layer in which an entry does anything
     # On the first rank: the part of a gate that looks at words, facts, and what reads a question for either.
     words: WordScores | None = None
-    facts: StoredFacts | None = None
+    facts: StoredAnswers | None = None
     reader: FactReader | None = None
     picture_marks: TurnMarks | None = None  # for a bundle whose facts are told apart by pictures, too
 
@@ -45,7 +46,7 @@ class HostBundle:
         cls,
         bundle: Bundle,
         words: WordScores | None = None,
-        facts: StoredFacts | None = None,
+        facts: StoredAnswers | None = None,
         reader: FactReader | None = None,
         picture_marks: TurnMarks | None = None,
     ) -> HostBundle:

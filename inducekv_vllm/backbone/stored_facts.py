@@ -1,234 +1,212 @@
-"""The facts of a bundle for one model: what finds them in its prompts, and their answers in its tokens.
+"""The facts of a bundle for one model: which of them a request's text asks for, and what is said then.
 
-Shapes: T prompt tokens, F = J D features of a picture's state.
+    StoredQuestions  the text alone: in the process that asks the judge, before the engine has the request
+    StoredAnswers    with what gate and picture tell: where the request is decided
+
+Shapes: F = J D features of a picture's state.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache, partial
+from typing import Final
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-from ..bundle import BackboneFingerprint, BundleMetadata, FactRecord
-from ..facts import SAME, Comparison, FactFound, FactMissed, PictureIndex, QuestionIndex
-from ..gate import TurnMarks, deciding_tokens
+from ..bundle import BundleMetadata, FactRecord
+from ..facts import AskedFact, AskedFacts, FactFound, FactMissed, Found, Pair, PictureIndex, QuestionIndex
+from ..facts.index import key_of_stored
+from ..facts.judge import can_be_asked
+from ..facts.question import Key
 from ..retrieval.entry_terms import FloatArray
-from .checkpoints import load_config, load_tokenizer
-from .fingerprint import fingerprint_of
-from .placeholders import placeholder_ids
-from .turns import answer_mark, answer_tokens, special_ids, turn_marks
-from .weights import weights_digest
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from .fact_reader import AskedQuestion, FactReader
 
 CACHED_ANSWERS: Final = 4096
-NEAR: Final = 0.3  # of a question's weight, that a request says of the nearest one
+MOST_JUDGED: Final = 3  # stored questions beside one request
+NEAR: Final = 0.34  # of a question's weight, that a request says of one that is judged, or named as missed
+NOT_JUDGED: Final = "nobody judges whether it asks the same in other words"
+NO_ANSWER: Final = "the judge has given no answer"
+REFUSED: Final = "the judge says that it asks something else"
 
 
 @dataclass(frozen=True)
-class AskedQuestion:
-    """What a prompt asks."""
+class Candidates:
+    """What words tell of a request, and what is to be judged."""
 
-    text: str
-    has_media: bool
-    begun: str  # the answer, as far as the request has begun it itself
+    by_words: tuple[AskedFact, ...]
+    near: Mapping[int, Found] = field(default_factory=dict)  # by the fact's number, what nothing refuses
+    pairs: Mapping[int, Pair] = field(default_factory=dict)  # of these, with the wording that is nearest
+    missed: FactMissed | None = None
+
+    def settled(self, odds: Mapping[Pair, float] | None, threshold: float, no_odds: str = NOT_JUDGED) -> AskedFacts:
+        """With the judge's answers; None: there is no judge, or `no_odds` says why there are none."""
+        known = [(number, (odds or {}).get(pair)) for number, pair in self.pairs.items()]
+        judged = sorted(((each, number) for number, each in known if each is not None), reverse=True)
+        found = tuple(
+            AskedFact(number, self.near[number].comparison.closeness, each)
+            for each, number in judged
+            if each >= threshold
+        )
+        if self.by_words or found:
+            return AskedFacts((*self.by_words, *found))
+        if not self.pairs:
+            return AskedFacts(missed=self.missed)
+        each, number = judged[0] if judged else (None, next(iter(self.pairs)))
+        comparison = self.near[number].comparison
+        why = REFUSED if each is not None else no_odds
+        return AskedFacts(missed=FactMissed(number, why, comparison.missing, comparison.added, each))
 
 
-@dataclass(frozen=True)
-class FactReader:
-    """How a model's prompts are read, and its answers written."""
+class StoredQuestions:
+    """See the module docstring. Any thread may use it."""
 
-    tokenizer: PreTrainedTokenizerBase
-    marks: TurnMarks
-    answer_mark: tuple[int, ...]  # between a question and its answer
-    placeholders: Collection[int]  # the ids of tokens that stand for media
-    model: BackboneFingerprint
-    context: int | None  # tokens that the model takes; None: not known
+    def __init__(self, facts: Sequence[FactRecord], gate_tasks: Collection[str] = ()) -> None:
+        """`gate_tasks`: those that a gate lets requests have. It tells what is asked there, and names tell of what."""
+        self._facts = facts
+        self._open = self._questions(lambda fact: fact.picture is None and fact.task not in gate_tasks)
+        self._shown = self._questions(lambda fact: fact.picture is not None)
+        self._gated = [self._questions(partial(_is_of, task)) for task in sorted(gate_tasks)]
 
-    @classmethod
-    def of(
-        cls,
-        model: str | Path,
-        revision: str | None = None,
-        cache: str | None = None,
-        *,
-        fingerprint: BackboneFingerprint | None = None,
-        context: int | None = None,
-    ) -> FactReader:
-        """Of a checkpoint. No model is loaded.
+    def candidates(self, text: str, *, has_media: bool) -> Candidates:
+        """The facts that a text asks for by its words, and those that it may ask for.
 
         Args:
-            cache: where a model of the hub was fetched to (default: the hub's own cache).
-            fingerprint: the model's, if it is known already.
-            context: tokens that the model is served with (default: those that it takes).
-
-        Raises:
-            UnsupportedModel: it has no tokenizer.
+            has_media: then facts with a picture are found, and without, the others.
         """
-        config, _ = load_config(model, revision)
-        tokenizer = load_tokenizer(model, revision)
-        if fingerprint is None:
-            fingerprint = fingerprint_of(config, tokenizer, weights_digest(model, revision, cache))
-        return cls.made(config, tokenizer, fingerprint, context)
-
-    @classmethod
-    def of_engine(cls, config: VllmConfig, fingerprint: BackboneFingerprint) -> FactReader:
-        """Of the model that an engine serves. Raises UnsupportedModel: as for `of`."""
-        model, cache = config.model_config, config.load_config.download_dir
-        return cls.of(model.model, model.revision, cache, fingerprint=fingerprint, context=model.max_model_len)
-
-    @classmethod
-    def made(
-        cls, config: PretrainedConfig, processor: Any, fingerprint: BackboneFingerprint, context: int | None = None
-    ) -> FactReader:
-        """From a model's configuration and its processor, or its tokenizer; `context` as for `of`."""
-        context = context or getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        tokenizer = getattr(processor, "tokenizer", processor)
-        return cls(
-            tokenizer, turn_marks(processor), answer_mark(processor), placeholder_ids(config), fingerprint, context
+        now = datetime.now(UTC)
+        questions = self._shown if has_media else self._open
+        found = questions.near(text, now)
+        named = (
+            ()
+            if has_media
+            else tuple(
+                AskedFact(number, each.comparison.closeness)
+                for number, each in (of_task for task in self._gated for of_task in task.named(text, now))
+            )
         )
+        same = tuple(AskedFact(number, 1.0) for number, each in found.items() if each.comparison.is_same)
+        if same or not found:
+            return Candidates((*same, *named))
+        likely = {
+            number: each
+            for number, each in found.items()
+            if each.comparison.differs is None and each.comparison.said >= NEAR
+        }
+        near = dict(list(likely.items())[:MOST_JUDGED])
+        pairs = {number: Pair(questions.texts[each.number], text) for number, each in near.items()}
+        pairs = {number: pair for number, pair in pairs.items() if all(map(can_be_asked, pair))}
+        return Candidates((*same, *named), near, pairs, _missed(found))
 
-    def question(self, token_ids: Sequence[int]) -> AskedQuestion:
-        """What a prompt [T] asks."""
-        deciding = deciding_tokens(token_ids, self.marks, self.placeholders)
-        behind = tuple(token_ids[deciding.text[-1] + 1 :]) if deciding.text else ()
-        begun = behind[len(self.answer_mark) :] if behind[: len(self.answer_mark)] == self.answer_mark else ()
-        if self.marks.end in begun:  # an earlier answer, which the model is asked for again
-            begun = ()
-        return AskedQuestion(
-            self._text([token_ids[at] for at in deciding.text]), bool(deciding.media), self._text(begun)
-        )
-
-    def answer(self, text: str) -> tuple[int, ...]:
-        """As the model must generate it: its text, then the token that ends a turn."""
-        return tuple(answer_tokens(self.tokenizer, text))
-
-    def mark_in(self, text: str) -> str | None:
-        """A token of the chat template that a text has, which would end a turn or begin one; None if it has none."""
-        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        found = next((token for token in token_ids if token in self._special_ids), None)
-        return None if found is None else str(self.tokenizer.convert_ids_to_tokens(found))
-
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        return special_ids(self.tokenizer)
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def _questions(self, belongs: Callable[..., bool]) -> _Questions:
+        return _Questions(self._facts, [number for number, fact in enumerate(self._facts) if belongs(fact)])
 
 
-class StoredFacts:
+def _is_of(task: str, fact: FactRecord) -> bool:
+    return fact.task == task and fact.picture is None
+
+
+def _missed(found: Mapping[int, Found]) -> FactMissed | None:
+    number, nearest = next(iter(found.items()))
+    comparison = nearest.comparison
+    if comparison.said < NEAR:
+        return None
+    why = comparison.differs or "it is too long to be judged, or has the judge's own words"
+    return FactMissed(number, why, comparison.missing, comparison.added)
+
+
+class _Questions:
+    """The questions of some facts, of equal ones the newest."""
+
+    def __init__(self, facts: Sequence[FactRecord], numbers: Sequence[int]) -> None:
+        """`numbers` are those of the facts."""
+        self._facts = facts
+        newest = {
+            (facts[number].task, facts[number].picture, key_of_stored(facts[number].question)): number
+            for number in numbers
+        }
+        counting = sorted(newest.values())
+        asked = {key_of_stored(text): (text, number) for number in counting for text in facts[number].also}
+        asked |= {key_of_stored(facts[number].question): (facts[number].question, number) for number in counting}
+        self.texts, self._numbers = [text for text, _ in asked.values()], [number for _, number in asked.values()]
+        self._index = QuestionIndex(self.texts, self._numbers)
+
+    def near(self, text: str, now: datetime) -> dict[int, Found]:
+        """By the numbers of facts that have not expired, the nearest first, each beside its nearest wording."""
+        found = dict[int, Found]()
+        for each in self._index.near(text, lambda place: not self._facts[self._numbers[place]].has_expired(now)):
+            found.setdefault(self._numbers[each.number], each)
+        return found
+
+    def named(self, text: str, now: datetime) -> Iterator[tuple[int, Found]]:
+        """The fact about the same, if it is known that the text asks what the questions ask."""
+        found = self._index.named(text, lambda place: not self._facts[self._numbers[place]].has_expired(now))
+        if found is not None and found.comparison.is_same:
+            yield self._numbers[found.number], found
+
+
+class StoredAnswers:
     """See the module docstring."""
 
     def __init__(self, metadata: BundleMetadata, reader: FactReader) -> None:
         self._facts, self.reader = metadata.facts, reader
         self._gate_tasks = frozenset(metadata.gate_tasks)
-        self._tasks = {task: _Task(metadata.facts, task) for task in metadata.fact_tasks}
+        self._shown = defaultdict[str, dict[Key, int]](dict)  # by picture and question, of equal ones the newest
+        for number, fact in enumerate(metadata.facts):
+            if fact.picture is not None:
+                for text in (*fact.also, fact.question):
+                    self._shown[fact.picture][key_of_stored(text)] = number
+        self._pictures = PictureIndex(list(self._shown)) if self._shown else None
         self._answer = lru_cache(CACHED_ANSWERS)(lambda number: reader.answer(self._facts[number].answer))
 
     def find(
-        self, asked: AskedQuestion, fact_tasks: Collection[str] = (), picture: FloatArray | None = None
+        self,
+        asked: AskedFacts,
+        prompt: AskedQuestion,
+        fact_tasks: Collection[str] = (),
+        picture: FloatArray | None = None,
     ) -> FactFound | FactMissed | None:
-        """The fact that a prompt asks for, or the nearest: of these tasks, or of those that the gate does not have.
+        """The fact that a request is answered with, or the nearest.
 
         Args:
-            fact_tasks: what the gate allows. It has told what is asked there, and the words tell of what.
-            picture: [F], the state of the prompt's media (`inducekv_vllm.facts.pictures`). With one, facts with a
-                picture are found, and without, the others.
+            asked: what its text asks for.
+            fact_tasks: of the tasks that the gate has, those that it allows.
+            picture: [F], the state of the prompt's media (`inducekv_vllm.facts.pictures`).
         """
-        if asked.has_media and picture is None:
-            return None
-        now = datetime.now(UTC)
+        now, missed = datetime.now(UTC), asked.missed
+        for each in self._of_picture(asked.facts, picture) if prompt.has_media else asked.facts:
+            fact = self._facts[each.number]
+            if fact.has_expired(now):
+                continue
+            if fact.task not in self._gate_tasks or fact.task in fact_tasks:
+                return self._found(each, prompt.begun)
+            missed = FactMissed(each.number, f"the gate is closed for {fact.task!r}", (), (), each.odds)
+        if missed is None and asked.facts:
+            missed = FactMissed(asked.facts[0].number, "it shows another picture", (), (), asked.facts[0].odds)
+        return missed
 
-        def is_served(number: int) -> bool:
-            return not self._facts[number].has_expired(now)
-
-        allowed = [name for name in self._tasks if name in fact_tasks or name not in self._gate_tasks]
-        found = [
-            each
-            for name in allowed
-            for each in self._tasks[name].find(asked.text, picture, is_served, names_suffice=name in fact_tasks)
-        ]
-        if not found:
-            return None
-        number, near = max(found, key=lambda each: (each[1].is_asked, each[1].closeness))
-        if near.differs is not None:
-            if near.said < NEAR:
-                return None
-            return FactMissed(number, near.differs, near.missing, near.added)
-        return self._found(number, near.closeness, asked.begun)
-
-    def _found(self, number: int, closeness: float, begun: str) -> FactFound:
-        if not begun.strip():
-            return FactFound(number, closeness, self._answer(number))
-        answer = self._facts[number].answer
-        if not answer.startswith(begun := begun.strip()):
-            return FactFound(number, closeness, withheld="the request begins the answer in another way")
-        return FactFound(number, closeness, self.reader.answer(answer[len(begun) :]))
-
-
-class _Task:
-    """The facts of one task, with the numbers that the bundle gives them."""
-
-    def __init__(self, facts: Sequence[FactRecord], task: str) -> None:
-        about = defaultdict[str | None, list[tuple[str, int]]](list)  # questions by their picture, if they have one
-        for number, fact in enumerate(facts):
-            if fact.task == task:
-                about[fact.picture] += [(question, number) for question in (*fact.also, fact.question)]
-        self._about = {picture: _Questions(asked) for picture, asked in about.items()}
-        self._superseded = {
-            number
-            for number, fact in enumerate(facts)
-            if fact.task == task and fact.also and self._about[fact.picture].last(fact.question) != number
+    def _of_picture(self, asked: Sequence[AskedFact], picture: FloatArray | None) -> list[AskedFact]:
+        """The same questions about the picture that is shown."""
+        shown = None if picture is None or self._pictures is None else self._pictures.find(picture)
+        if shown is None:
+            return []
+        numbers, likeness = self._shown[shown[0]], shown[1]
+        keys = [(each, key_of_stored(text)) for each in asked for text in self._wordings(each.number)]
+        found = {
+            numbers[key]: replace(each, number=numbers[key], closeness=likeness) for each, key in keys if key in numbers
         }
-        pictures = [picture for picture in about if picture is not None]
-        self._pictures = PictureIndex(pictures) if pictures else None
+        return list(found.values())
 
-    def find(
-        self, text: str, picture: FloatArray | None, is_served: Callable[[int], bool], *, names_suffice: bool
-    ) -> list[tuple[int, Comparison]]:
-        """The number of the nearest fact, beside the request; nothing if none is near."""
+    def _wordings(self, number: int) -> tuple[str, ...]:
+        return (self._facts[number].question, *self._facts[number].also)
 
-        def counts(number: int) -> bool:
-            return number not in self._superseded and is_served(number)
-
-        if picture is None:
-            questions = self._about.get(None)
-            if questions is None:
-                return []
-            found = questions.find(text, counts, names_suffice=names_suffice)
-            return [] if found is None else [found]
-        shown = None if self._pictures is None else self._pictures.find(picture)
-        number = None if shown is None else self._about[shown[0]].nearest(text, counts)
-        return [] if shown is None or number is None else [(number, replace(SAME, said=shown[1]))]
-
-
-class _Questions:
-    def __init__(self, asked: Sequence[tuple[str, int]]) -> None:
-        """`asked`: questions with the numbers of their facts; of equal ones the last counts."""
-        self._numbers = [number for _, number in asked]
-        self._index = QuestionIndex([question for question, _ in asked], self._numbers)
-
-    def last(self, question: str) -> int | None:
-        """The last fact with this question."""
-        found = self._index.same_as(question)
-        return None if found is None else self._numbers[found]
-
-    def find(
-        self, text: str, is_served: Callable[[int], bool], *, names_suffice: bool
-    ) -> tuple[int, Comparison] | None:
-        found = self._index.find(text, lambda place: is_served(self._numbers[place]), names_suffice=names_suffice)
-        return None if found is None else (self._numbers[found.number], found.comparison)
-
-    def nearest(self, text: str, is_served: Callable[[int], bool]) -> int | None:
-        """Of questions about one picture, which decides: the one that is asked, or nearest, or stored last."""
-        if (found := self.find(text, is_served, names_suffice=False)) is not None:
-            return found[0]
-        return next((number for number in reversed(self._numbers) if is_served(number)), None)
+    def _found(self, asked: AskedFact, begun: str) -> FactFound:
+        number, rest = asked.number, begun.strip()
+        if not rest:
+            return FactFound(number, asked.closeness, asked.odds, self._answer(number))
+        answer = self._facts[number].answer
+        if not answer.startswith(rest):
+            why = "the request begins the answer in another way"
+            return FactFound(number, asked.closeness, asked.odds, withheld=why)
+        return FactFound(number, asked.closeness, asked.odds, self.reader.answer(answer[len(rest) :]))

@@ -1,16 +1,18 @@
-"""Facts: stored questions with their answers, found by the words of a request, before any forward pass.
+"""Facts: stored questions with their answers, found by the text of a request.
 
 text.py       words, numbers and symbols of a text
 language.py   how questions are asked in a language; `languages/` has its words
-question.py   what a question says: its terms, its names, what it asks for
-rule.py       whether a request asks a stored question
-index.py      which of many stored questions it asks
-pictures.py   which stored picture it shows
+question.py   what a question says, and what makes two wordings one question
+rule.py       whether a request and a stored question are one question, or surely two, by words
+index.py      of many stored questions, the one that a request asks and those that it may ask
+judge.py      asking the served model about the latter
+pictures.py   which stored picture a request shows
 answer.py     how a stored answer is said
 """
 
-from .answer import FactFound, FactMissed, next_token, said
+from .answer import NO_FACTS, AskedFact, AskedFacts, FactFound, FactMissed, next_token, said
 from .index import CACHED_QUESTIONS, Found, QuestionIndex
+from .judge import Pair
 from .pictures import PictureIndex, packed, unpacked
 from .question import MOST_CHARACTERS, same_words
 from .rule import SAME, Comparison
@@ -19,11 +21,15 @@ from .text import has_words
 __all__ = [
     "CACHED_QUESTIONS",
     "MOST_CHARACTERS",
+    "NO_FACTS",
     "SAME",
+    "AskedFact",
+    "AskedFacts",
     "Comparison",
     "FactFound",
     "FactMissed",
     "Found",
+    "Pair",
     "PictureIndex",
     "QuestionIndex",
     "has_words",

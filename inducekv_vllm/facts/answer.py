@@ -12,17 +12,33 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class FactFound:
-    """The fact that a request asks for."""
+class AskedFact:
+    """A fact whose question a request asks. Gate and picture may still speak against it."""
 
     number: int  # among the bundle's facts
     closeness: float  # of its question to the request, up to 1
+    odds: float | None = None  # the judge's log-odds that the questions are one; None: their words are
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> AskedFact:
+        """From JSON, as `dataclasses.asdict` gives it."""
+        odds = raw["odds"]
+        return cls(int(raw["number"]), float(raw["closeness"]), None if odds is None else float(odds))
+
+
+@dataclass(frozen=True)
+class FactFound:
+    """The fact that a request is answered with."""
+
+    number: int  # among the bundle's facts
+    closeness: float  # as that of `AskedFact`
+    odds: float | None = None  # likewise
     token_ids: tuple[int, ...] = ()  # [T], of its answer as it has to be generated, with the token that ends a turn
     withheld: str | None = None  # why the request cannot be answered by it
 
@@ -30,7 +46,7 @@ class FactFound:
     def parse(cls, raw: Mapping[str, Any]) -> FactFound:
         """From JSON, as `dataclasses.asdict` gives it."""
         ids = tuple(map(int, raw["token_ids"]))
-        return cls(int(raw["number"]), float(raw["closeness"]), ids, raw["withheld"])
+        return cls(int(raw["number"]), float(raw["closeness"]), raw["odds"], ids, raw["withheld"])
 
 
 @dataclass(frozen=True)
@@ -41,11 +57,29 @@ class FactMissed:
     why: str  # the first thing in which the questions differ
     missing: tuple[str, ...]  # words of the stored question that the request does not say
     added: tuple[str, ...]  # words of the request that the stored question does not say
+    odds: float | None = None  # as that of `AskedFact`
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> FactMissed:
         """From JSON, as `dataclasses.asdict` gives it."""
-        return cls(int(raw["number"]), str(raw["why"]), tuple(raw["missing"]), tuple(raw["added"]))
+        return cls(int(raw["number"]), str(raw["why"]), tuple(raw["missing"]), tuple(raw["added"]), raw["odds"])
+
+
+@dataclass(frozen=True)
+class AskedFacts:
+    """What a request's text asks for, of one bundle."""
+
+    facts: tuple[AskedFact, ...] = ()  # the surest first
+    missed: FactMissed | None = None  # the nearest, if none is asked for
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> AskedFacts:
+        """From JSON, as `dataclasses.asdict` gives it."""
+        missed = raw["missed"]
+        return cls(tuple(map(AskedFact.parse, raw["facts"])), None if missed is None else FactMissed.parse(missed))
+
+
+NO_FACTS: Final = AskedFacts()
 
 
 def next_token(answer: Sequence[int], generated: Sequence[int]) -> int | None:

@@ -19,6 +19,7 @@ _TOKEN: Final = re.compile(
 _SPELLED_ALIKE: Final = str.maketrans("\u2019\u02bc\u2010\u2011\u2212", "''---")
 _SAID: Final = frozenset("#%&@*/+=<>|^~$\\")  # symbols that belong to names and quantities
 _BRACKETS: Final = frozenset("([{")  # where they stand at a word, as in f(x)
+_ACCENTS: Final = re.compile(r"[\u0300-\u036f]")
 _CONTRACTED: Final = re.compile(r"(?<=\w)'(?=\w)")
 
 
@@ -36,6 +37,13 @@ def normalised(text: str) -> str:
     if not composed.isascii():
         composed = "".join(character for character in composed if unicodedata.category(character) != "Cf")
     return composed.translate(_SPELLED_ALIKE)
+
+
+def without_accents(text: str) -> str:
+    """Of Latin, Greek and Cyrillic letters; marks of Japanese make other letters, and stay."""
+    if text.isascii():
+        return text
+    return unicodedata.normalize("NFC", _ACCENTS.sub("", unicodedata.normalize("NFD", text)))
 
 
 def words_of(text: str) -> list[Word]:

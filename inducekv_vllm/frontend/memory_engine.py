@@ -33,6 +33,7 @@ from ..backbone.placeholders import placeholder_ids
 from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..protocol import Decided
 from ..vllm_seams.config import InduceKVConfig
+from .asking import FactFinder
 from .journal import EngineJournal
 from .observation import BundleMetrics, Observation, observing
 from .owner import OWNER
@@ -86,6 +87,7 @@ class MemoryEngine:
         self._client = client
         self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
+        self.facts = FactFinder(client, config.judge_threshold)
         self._memories = memories
         self._config = config
         self._journal = journal
@@ -137,6 +139,7 @@ class MemoryEngine:
                 leases = stack.enter_context(self._leases(names))
                 if [lease.memory for lease in leases] != list(request.memories):  # others took their places since
                     request = self._request(leases, prompt, request.user_params, owner)
+            request = request.asking(await self.facts.asked(request.memories, prompt))
             memories = [(lease.metrics, lease.memory) for lease in leases]
             observed = stack.enter_context(observing(memories, options.get("trace_headers"), self._tracing))
             options = {**options, "trace_headers": observed.trace_headers}

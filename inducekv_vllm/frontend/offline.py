@@ -16,26 +16,31 @@ Shapes: N prompts, k entries retrieved.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from vllm import LLM
 from vllm.exceptions import GenerationError
 from vllm.inputs import EngineInput
+from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
+from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.fingerprint import backbone_fingerprint
+from ..backbone.judged import Judged
 from ..backbone.placeholders import placeholder_ids
-from ..backbone.stored_facts import FactReader
+from ..backbone.stored_facts import Candidates
 from ..bundle import Bundle, FactRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
+from ..facts import AskedFacts
 from ..protocol import Decided, Decision
 from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
+from .judging import judge_params, odds_in
 from .loading import load
 from .memory_engine import pop_decided
 from .pictures import picture_params, read_as_task_data, state_in
@@ -45,6 +50,7 @@ from .request import (
     read_options,
     require_rendered,
     specs_for,
+    with_asked,
     with_specs,
 )
 from .served_bundle import ServedBundle
@@ -242,10 +248,12 @@ class MemoryLLM:
             self._check(each, adapter)
             own.append(read_options(user_params, each) if each else MemoryOptions())
         prompts = [require_rendered(render()) for render in renders]
+        asked = self._asked(prompts, memories)
         specs = [
-            specs_for([AdaptedMemory(memory) for memory in each], prompt, config, self._placeholders, options=asked)
-            for prompt, each, asked in zip(prompts, memories, own, strict=True)
+            specs_for([AdaptedMemory(memory) for memory in each], prompt, config, self._placeholders, options=options)
+            for prompt, each, options in zip(prompts, memories, own, strict=True)
         ]
+        specs = [with_asked(each, facts) for each, facts in zip(specs, asked, strict=True)]
         all_params = [with_specs(user_params, each) for user_params, each in zip(all_params, specs, strict=True)]
         outputs = self._run(prompts, all_params, adapter)
         answers = []
@@ -255,6 +263,34 @@ class MemoryLLM:
                 raise GenerationError(f"prompt {number}: {decided.error}")
             answers.append(MemoryAnswer(output, () if decided is None else decided.each))
         return answers
+
+    def _asked(
+        self, prompts: Sequence[EngineInput], memories: Sequence[tuple[ServedBundle, ...]]
+    ) -> list[tuple[AskedFacts, ...]]:
+        """The facts that each prompt's text asks for, of each of its memories."""
+        found = list[list[Candidates]]()
+        for prompt, each in zip(prompts, memories, strict=True):
+            facts = [memory for memory in each if memory.metadata.facts]
+            question = self._facts.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"]) if facts else None
+            found.append([self._candidates(memory, question) for memory in each])
+        pairs = [pair for of_prompt in found for each in of_prompt if not each.by_words for pair in each.pairs.values()]
+        judged, odds = self._judged, self._judged.odds(pairs, self._said) if pairs else {}
+        return [tuple(each.settled(odds, judged.threshold, judged.why_not) for each in of_it) for of_it in found]
+
+    def _candidates(self, memory: ServedBundle, question: AskedQuestion | None) -> Candidates:
+        if question is None or not memory.metadata.facts:
+            return Candidates(())
+        return memory.questions.candidates(question.text, has_media=question.has_media)
+
+    def _said(self, prompts: Sequence[list[int]]) -> list[float]:
+        """By the model as a judge."""
+        prompt = self._judged.prompt
+        params = [judge_params(prompt)] * len(prompts)
+        return [odds_in(each, prompt) for each in self._run(list(map(tokens_input, prompts)), params, None)]
+
+    @cached_property
+    def _judged(self) -> Judged:
+        return Judged(self._facts.tokenizer, self.config.judge_threshold)
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None

@@ -6,7 +6,7 @@ Shapes: T prompt tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 from vllm.exceptions import VLLMValidationError
@@ -16,6 +16,7 @@ from vllm.multimodal.utils import argsort_mm_positions
 from vllm.sampling_params import SamplingParams
 
 from ..bundle.activation import first_active_position
+from ..facts import AskedFacts
 from ..protocol import EXTRA_ARGS_KEY, DecideSpec, InjectionSpec, TaskAdapter, extra_args_of
 from ..vllm_seams.config import InduceKVConfig
 from .served_bundle import ServedBundle
@@ -44,6 +45,11 @@ class EngineRequest:
     specs: tuple[Spec, ...]  # one for each
     params: SamplingParams  # with the specs
     is_traced: bool
+
+    def asking(self, asked: Sequence[AskedFacts]) -> EngineRequest:
+        """With the facts that its text asks for, of each of its memories."""
+        specs = with_asked(self.specs, asked)
+        return replace(self, specs=specs, params=with_specs(self.user_params, specs))
 
 
 def memory_names(model: str, arguments: Mapping[str, Any] | None, config: InduceKVConfig) -> tuple[str, ...]:
@@ -229,6 +235,12 @@ def _injection(memory: ServedBundle, prompt: EngineInput, placeholders: Collecti
     first_active = first_active_position(memory.metadata.activation_of(None), token_ids, placeholders)
     expired = memory.num_entries - len(alive)
     return InjectionSpec(memory.digest, tuple(alive), (1.0,) * len(alive), first_active, expired)
+
+
+def with_asked(specs: Sequence[Spec], asked: Sequence[AskedFacts]) -> tuple[Spec, ...]:
+    """With the facts that the text asks for, of each of the request's memories."""
+    pairs = zip(specs, asked, strict=True)
+    return tuple(replace(spec, asked=facts) if isinstance(spec, DecideSpec) else spec for spec, facts in pairs)
 
 
 def with_specs(params: SamplingParams, specs: Sequence[Spec]) -> SamplingParams:

@@ -5,10 +5,12 @@ Shapes: B entries.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..backbone.stored_facts import StoredQuestions
 from ..bundle import Bundle, EntryRecord
 from ..bundle.lookup import DatedEntries
 from ..errors import UnsupportedModel
@@ -22,6 +24,15 @@ class ServedBundle(DatedEntries):
 
     path: str  # the workers read the same file
     file_bytes: int
+
+    @cached_property
+    def questions(self) -> StoredQuestions:
+        """Of its facts. With very many it takes seconds the first time."""
+        return StoredQuestions(self.metadata.facts, self.metadata.gate_tasks)
+
+    async def stored_questions(self) -> StoredQuestions:
+        """The same, made in a thread."""
+        return self.questions if "questions" in vars(self) else await asyncio.to_thread(lambda: self.questions)
 
     @cached_property
     def fact_list(self) -> FactList:

@@ -42,7 +42,15 @@ def describe_facts(memory: ServedBundle, decision: Decision) -> list[dict[str, A
     if (fact := decision.fact) is None:
         return []
     record = memory.metadata.facts[fact.number]
-    return [{"id": record.id, "task": record.task, "closeness": fact.closeness, "withheld": fact.withheld}]
+    return [
+        {
+            "id": record.id,
+            "task": record.task,
+            "closeness": fact.closeness,
+            "odds": fact.odds,
+            "withheld": fact.withheld,
+        }
+    ]
 
 
 def describe_missed(memory: ServedBundle, decision: Decision) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..attention.memory_attention import MemoryAttention
 from ..attention.resident_bundle import ResidentBundle
-from ..backbone.stored_facts import AskedQuestion
+from ..backbone.fact_reader import AskedQuestion
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult, QueryFeatures
 from ..facts import FactFound, FactMissed, packed
@@ -84,7 +84,9 @@ class Deciding:
         gate, retrieval = lookup.gate_decision, lookup.retrieval
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
-        found = None if facts is None or asked is None else facts.find(asked, tasks, features.picture)
+        found = (
+            None if facts is None or asked is None else facts.find(memory.spec.asked, asked, tasks, features.picture)
+        )
         if isinstance(found, FactFound) and found.withheld is None:
             found = replace(found, withheld=why_forbidden(request.params, found.token_ids))
         return Decision(

@@ -29,14 +29,14 @@ from ..attention.query_order import in_served_order
 from ..attention.resident_bundle import ResidentBundle, kv_heads_of_rank
 from ..attention.resident_gate import ResidentGate
 from ..attention.slots import Slots
+from ..backbone.fact_reader import FactReader
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.memory_layers import Heads, layer_kinds, layers_with_attention, memory_layers
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.quantization import rounds_activations
-from ..backbone.stored_facts import FactReader, StoredFacts
+from ..backbone.stored_facts import StoredAnswers
 from ..bundle import MAX_SERVED_BYTES, BackboneFingerprint, read_bundle
 from ..errors import InduceKVError
-from ..facts.language import languages
 from ..vllm_seams.config import InduceKVConfig
 from ..vllm_seams.device import Device, device_of
 from ..vllm_seams.logs import logger_of
@@ -211,7 +211,7 @@ class MemoryWorker(Worker):
     def compile_or_warm_up_model(self) -> Any:
         self.attention.warm_up()
         found = super().compile_or_warm_up_model()
-        self.resident.prepare(lambda: (self._fact_reader, languages()))
+        self.resident.prepare(lambda: self._fact_reader)
         return found
 
     # ---- steps -------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class MemoryWorker(Worker):
         bundle = read_bundle(path, backbone=self._backbone, max_bytes=MAX_SERVED_BYTES)
         check_bundle(bundle, path, digest, self.vllm_config, self.attention, self.cached_values)
         is_first = get_tensor_model_parallel_rank() == 0
-        facts = StoredFacts(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None
+        facts = StoredAnswers(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None
         words = bundle.gate.word_scores if bundle.gate is not None and is_first else None
         reader = None if words is None and facts is None else self._fact_reader
         marks = self._fact_reader.marks if bundle.metadata.has_pictures else None

@@ -12,10 +12,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from inducekv_vllm.backbone.stored_facts import StoredFacts
+from inducekv_vllm.backbone.fact_reader import AskedQuestion
+from inducekv_vllm.backbone.stored_facts import StoredAnswers, StoredQuestions
 from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.facts import FactFound, FactMissed
+from inducekv_vllm.facts import AskedFacts, FactFound, FactMissed
 from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
@@ -24,6 +25,7 @@ from .facts import fact_reader
 from .gate_rule import decisions, fact_tasks, routed_tasks, routing
 from .generation import generate
 from .injection import TensorMemory, Terms
+from .judging import BackboneJudge
 from .model import Backbone, Inputs
 from .scoring import Scorer
 from .token_values import evidence_of, picture_states
@@ -35,6 +37,7 @@ class BundledModel:
 
     scorer: Scorer
     bundle: Bundle | None
+    judge: BackboneJudge | None = None  # of facts in other words; None: words alone find them
     _evidence: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)  # [H] by source digest
 
     @property
@@ -46,10 +49,15 @@ class BundledModel:
         return None if self.bundle is None else TensorMemory.from_bundle(self.bundle, device=self.backbone.device)
 
     @cached_property
-    def facts(self) -> StoredFacts | None:
+    def facts(self) -> StoredAnswers | None:
         if self.bundle is None or not self.bundle.metadata.facts:
             return None
-        return StoredFacts(self.bundle.metadata, fact_reader(self.backbone))
+        return StoredAnswers(self.bundle.metadata, fact_reader(self.backbone))
+
+    @cached_property
+    def _questions(self) -> StoredQuestions:
+        assert self.bundle is not None
+        return StoredQuestions(self.bundle.metadata.facts, self.bundle.metadata.gate_tasks)
 
     def evidence(self, examples: Sequence[Example]) -> Tensor:
         """What the bundle's gate finds in n questions: [n, H] float32; [n, 0] without a gate."""
@@ -151,10 +159,19 @@ class BundledModel:
         pictures: list[FloatArray | None] = [None] * len(prompts)
         if self.bundle.metadata.has_pictures:
             pictures = picture_states(self.backbone, prompts, turn_marks(self.backbone.processor))
+        asked = [self.facts.reader.question(prompt["input_ids"][0].tolist()) for prompt in prompts]
         return [
-            self.facts.find(self.facts.reader.question(prompt["input_ids"][0].tolist()), allowed, picture)
-            for prompt, allowed, picture in zip(prompts, tasks, pictures, strict=True)
+            self.facts.find(facts, question, allowed, picture)
+            for facts, question, allowed, picture in zip(self._asked(asked), asked, tasks, pictures, strict=True)
         ]
+
+    def _asked(self, questions: Sequence[AskedQuestion]) -> list[AskedFacts]:
+        found = [self._questions.candidates(each.text, has_media=each.has_media) for each in questions]
+        pairs = [pair for each in found if not each.by_words for pair in each.pairs.values()]
+        if self.judge is None:
+            return [each.settled(None, 0.0) for each in found]
+        odds, judged = self.judge.odds(pairs), self.judge.judged
+        return [each.settled(odds, judged.threshold, judged.why_not) for each in found]
 
 
 def _said(found: FactFound | FactMissed | None) -> Sequence[int] | None:

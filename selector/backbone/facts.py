@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 
 from .model import Backbone
 

@@ -105,11 +105,13 @@ def _max_tokens(examples: Sequence[Example]) -> int:
 
 def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Example]) -> _Answered:
     from ..backbone.bundled_model import BundledModel
+    from ..backbone.judging import BackboneJudge
     from ..backbone.scoring import Scorer
     from ..update.accuracy import accuracies
 
     scorer, max_tokens = Scorer(_backbone(options, bundle)), _max_tokens(examples)
-    with_memory, without = BundledModel(scorer, bundle), BundledModel(scorer, None)
+    judge = BackboneJudge(scorer.backbone)
+    with_memory, without = BundledModel(scorer, bundle, judge), BundledModel(scorer, None)
     rows = accuracies(examples, *(each.answers(examples, max_tokens, progress=True) for each in (without, with_memory)))
     # What the gate has seen for the answers is what it is shown with.
     decisions = [] if bundle.gate is None else decided(bundle.gate, with_memory.evidence(examples))

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--budget-bytes must be at least 1, found {options.budget_bytes}")
     require_output(options.output, *options.task)
 
-    from inducekv_vllm.backbone.stored_facts import FactReader
+    from inducekv_vllm.backbone.fact_reader import FactReader
     from inducekv_vllm.teaching import taught
 
     from ..data.examples import read_task

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
 from inducekv_vllm.facts import next_token
 from inducekv_vllm.frontend.offline import MemoryAnswer

@@ -12,7 +12,8 @@ import pytest
 from vllm.exceptions import GenerationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from inducekv_vllm.backbone.stored_facts import AskedQuestion, StoredFacts
+from inducekv_vllm.backbone.fact_reader import AskedQuestion
+from inducekv_vllm.backbone.stored_facts import StoredFacts
 from inducekv_vllm.bundle import FactRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import BundleError, UnknownFact
 from inducekv_vllm.frontend.offline import MemoryAnswer

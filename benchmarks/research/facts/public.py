@@ -1,20 +1,21 @@
 """Facts on other people's questions: what is answered from the memory, and what must stay untouched.
 
     python -m benchmarks.research.facts.public --data DIR [--sizes 100 1000 10000] [--only NAME ...]
-        [--output FILE]
+        [--judge MODEL --odds FILE] [--most 150] [--output FILE]
 
 DIR has a folder for each set, with JSON lines (`.jsonl` or `.jsonl.gz`) of these forms:
 
     {"question": ..., "answer": ..., "paraphrases": [...], "locality": [{"question": ..., "answer": ..., "kind": ...}]}
     {"question": ..., "answer": ..., "same": [...], "other": [...]}          the same, with one kind of locality
+    {"question": ..., "asked": ..., "same": false}                           "asked" asks something else, or the same
     {"multi_hop": [...]}                                                     questions that no fact of the set answers
     {"question": ...} or {"text": ...}                                       requests that no set answers
 
 Where locality asks what other rows of the set do, every second row is taught. A set's facts are taught in the given
 sizes, and all of them; "together" has those of all sets. `stored` is the share of the taught questions that get their
 own answer; `in other words` that of paraphrases, the measure that editors call generalisation; `wrong` the paraphrases
-that get another answer; everything else is the share that is answered although it must not be, by kind. Words alone
-decide, without a model. Prints a table in Markdown.
+that get another answer; everything else is the share that is answered although it must not be, by kind. Words
+decide, and what they leave open a model judges, if one is given. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.machine import describe_machine
-from inducekv_vllm.facts import QuestionIndex, same_words
+from inducekv_vllm.backbone.stored_facts import Candidates, StoredQuestions
+from inducekv_vllm.facts import same_words
+from inducekv_vllm.teaching import fact_of
+
+from .judge import PairJudge
 
 RESULTS: Final = Path(__file__).parents[2] / "results" / "facts_public.json"
 SIZES: Final = (100, 1000, 10_000)
 TOGETHER: Final = "together"
-MULTI_HOP, RESEMBLES = "multi-hop", "resembles"
+STORED, WORDS, WRONG = "stored", "in other words", "wrong"
+MULTI_HOP, RESEMBLES, CONTRAST = "multi-hop", "resembles", "contrast"
 
 
 @dataclass(frozen=True)
@@ -74,21 +80,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="the folder with a folder for each set")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="facts taught at a time (%(default)s)")
     parser.add_argument("--only", nargs="+", help="sets (default: all, and all together)")
-    parser.add_argument("--seed", type=int, default=0, help="of which facts a smaller size has (%(default)s)")
+    parser.add_argument("--most", type=int, help="questions of a kind that are asked (default: all)")
+    parser.add_argument("--judge", metavar="MODEL", help="judges what words leave open, in bfloat16")
+    parser.add_argument("--odds", type=Path, help="file of what it has said, to go on with (default: nothing is kept)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is chosen (%(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file (%(default)s)")
     options = parser.parse_args(arguments)
     sets, outside = read_sets(options.data)
     if not sets:
         print(f"{options.data}: no set of facts found", file=sys.stderr)
         return 2
+    judge = None if options.judge is None else PairJudge(options.judge, options.odds)
     found: list[dict[str, Any]] = []
     for each in chosen(sets, options.only):
         taught = taught_of(each)
         for size in [size for size in options.sizes if size < len(taught)] + [len(taught)]:
             chosen_facts = Random(options.seed).sample(taught, size) if size < len(taught) else taught
-            found.append(measured(each, chosen_facts, outside))
+            asked = sampled(list(asked_of(each, chosen_facts, outside)), options.most, options.seed)
+            found.append(measured(each, chosen_facts, asked, judge))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-    options.output.write_text(json.dumps({"machine": describe_machine(), "rows": found}, indent=1) + "\n")
+    known = {} if judge is None else {"judge": Path(options.judge).name, "ability": judge.ability._asdict()}
+    options.output.write_text(json.dumps({"machine": describe_machine(), **known, "rows": found}, indent=1) + "\n")
     print(table(found))
     return 0
 
@@ -101,6 +113,8 @@ def read_sets(folder: Path) -> tuple[list[FactSet], dict[str, list[str]]]:
         for row in (row for file in sorted(path.glob("*.jsonl*")) for row in rows_of(file)):
             if "multi_hop" in row:
                 made.untouched += [(question, MULTI_HOP) for question in row["multi_hop"]]
+            elif "asked" in row:
+                add_contrast(made, row)
             elif "question" in row and ("paraphrases" in row or "same" in row):
                 made.facts.append(fact_of_row(row))
             elif "intent" not in row and ("text" in row or "question" in row):
@@ -108,6 +122,15 @@ def read_sets(folder: Path) -> tuple[list[FactSet], dict[str, list[str]]]:
         if made.facts:
             sets.append(made)
     return sets, outside
+
+
+def add_contrast(made: FactSet, row: Mapping[str, Any]) -> None:
+    """A row of a question and one that nearly says the same; a question's rows follow each other."""
+    words, others = ([row["asked"]], []) if row["same"] else ([], [(row["asked"], None, CONTRAST)])
+    if made.facts and made.facts[-1].question == row["question"]:
+        last = made.facts.pop()
+        words, others = [*last.paraphrases, *words], [*last.locality, *others]
+    made.facts.append(Fact(row["question"], row["question"], words, others))
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -136,37 +159,63 @@ def taught_of(facts: FactSet) -> list[Fact]:
     return list({same_words(fact.question): fact for fact in taught}.values())
 
 
-def measured(facts: FactSet, taught: Sequence[Fact], outside: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """One row of the table: shares by what was asked."""
+@dataclass(frozen=True)
+class Asked:
+    """A question, and what makes its answer right or wrong."""
+
+    kind: str
+    text: str
+    fact: Fact | None = None  # the one that should answer
+    answer: str | None = None  # which may be given, too
+
+
+def asked_of(facts: FactSet, taught: Sequence[Fact], outside: Mapping[str, Sequence[str]]) -> Iterator[Asked]:
     known = {same_words(fact.question): fact for fact in taught}
-    index, seconds = QuestionIndex([fact.question for fact in taught]), list[float]()
-    shares: dict[str, Share] = {"stored": Share(), "in other words": Share(), "wrong": Share()}
-
-    def ask(text: str) -> Fact | None:
-        began = time.perf_counter()
-        found = index.find(text)
-        seconds.append(time.perf_counter() - began)
-        return taught[found.number] if found is not None and found.comparison.is_asked else None
-
-    def untouched(kind: str, text: str, answer: str | None = None) -> None:
-        found, own = ask(text), known.get(same_words(text))
-        shares.setdefault(kind, Share()).add(found is not None and found is not own and found.answer != answer)
-
     for fact in taught:
-        shares["stored"].add(ask(fact.question) is fact)
-        for paraphrase in fact.paraphrases:
-            found = ask(paraphrase)
-            shares["in other words"].add(found is not None and found.answer == fact.answer)
-            shares["wrong"].add(found is not None and found.answer != fact.answer)
-        for question, answer, kind in fact.locality:
-            untouched(kind, question, answer)
-    for question, kind in facts.untouched:
-        untouched(kind, question)
+        yield Asked(STORED, fact.question, fact)
+        yield from (Asked(WORDS, paraphrase, fact) for paraphrase in fact.paraphrases)
+        yield from (Asked(kind, text, known.get(same_words(text)), answer) for text, answer, kind in fact.locality)
+    for text, kind in facts.untouched:
+        yield Asked(kind, text)
     for name, texts in outside.items():
-        for text in texts:
-            untouched(name, text)
+        yield from (Asked(name, text, known.get(same_words(text))) for text in texts)
+
+
+def sampled(asked: Sequence[Asked], most: int | None, seed: int) -> list[Asked]:
+    """At most so many of a kind."""
+    kinds: dict[str, list[Asked]] = {}
+    for each in asked:
+        kinds.setdefault(each.kind, []).append(each)
+    chosen = [each if most is None or len(each) <= most else Random(seed).sample(each, most) for each in kinds.values()]
+    return [each for kind in chosen for each in kind]
+
+
+def measured(facts: FactSet, taught: Sequence[Fact], asked: Sequence[Asked], judge: PairJudge | None) -> dict[str, Any]:
+    """One row of the table: shares by what was asked."""
+    records = [fact_of(fact.question, fact.answer, id=str(number)) for number, fact in enumerate(taught)]
+    questions, seconds, found = StoredQuestions(records), list[float](), list[Candidates]()
+    for each in asked:
+        began = time.perf_counter()
+        found.append(questions.candidates(each.text, has_media=False))
+        seconds.append(time.perf_counter() - began)
+    pairs = [pair for each in found if not each.by_words for pair in each.pairs.values()]
+    odds, threshold = ({}, 0.0) if judge is None else (judge.odds(pairs), judge.threshold)
+    shares: dict[str, Share] = {STORED: Share(), WORDS: Share(), WRONG: Share()}
+    for each, candidates in zip(asked, found, strict=True):
+        settled = candidates.settled(odds, threshold).facts
+        got = taught[settled[0].number] if settled else None
+        if each.kind == STORED:
+            shares[STORED].add(got is each.fact)
+        elif each.kind == WORDS:
+            assert each.fact is not None
+            shares[WORDS].add(got is not None and got.answer == each.fact.answer)
+            shares[WRONG].add(got is not None and got.answer != each.fact.answer)
+        else:
+            is_wrong = got is not None and got is not each.fact and got.answer != each.answer
+            shares.setdefault(each.kind, Share()).add(is_wrong)
     rows = {name: share.as_json() for name, share in shares.items() if share.asked}
-    return {"set": facts.name, "facts": len(taught), "ms": 1000 * median(seconds), "shares": rows}
+    row = {"set": facts.name, "facts": len(taught), "ms": 1000 * median(seconds), "shares": rows}
+    return row if judge is None else {**row, "pairs": len(set(pairs)), "threshold": threshold}
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:

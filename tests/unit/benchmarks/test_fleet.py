@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.fleet.bundles import KINDS, made
 from benchmarks.fleet.traffic import SETTLED_S, Expected, Fleet, Reply, first_tokens
-from inducekv_vllm.backbone.stored_facts import FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 from server.demo import CHECKPOINT
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inducekv_vllm.backbone.stored_facts import AskedQuestion, FactReader, StoredFacts
+from inducekv_vllm.backbone.fact_reader import AskedQuestion, FactReader
+from inducekv_vllm.backbone.stored_facts import StoredFacts
 from inducekv_vllm.bundle import FactRecord
 from inducekv_vllm.facts import FactFound, FactMissed, packed, unpacked
 from inducekv_vllm.teaching import fact_of

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from inducekv_vllm import teaching
-from inducekv_vllm.backbone.stored_facts import FactReader, StoredFacts
+from inducekv_vllm.backbone.fact_reader import FactReader
+from inducekv_vllm.backbone.stored_facts import StoredFacts
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import CapacityError, TaskDataError, UnknownFact
 from inducekv_vllm.facts import MOST_CHARACTERS, FactFound

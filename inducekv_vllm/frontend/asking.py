@@ -1,0 +1,131 @@
+"""Which facts a request asks for: by its words, and by what the model that serves judges, before the engine has it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Final, cast
+from uuid import uuid4
+
+from vllm.engine.protocol import EngineClient
+from vllm.inputs import EngineInput
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+
+from ..backbone.fact_reader import AskedQuestion, FactReader
+from ..backbone.judged import Judged
+from ..backbone.stored_facts import NO_ANSWER
+from ..bundle import BackboneFingerprint
+from ..facts import NO_FACTS, AskedFacts, Pair
+from ..facts.judge import known_pairs
+from ..vllm_seams.logs import logger_of
+from .judging import judge_params, odds_in
+from .served_bundle import ServedBundle
+
+logger = logger_of(__name__)
+MEASURED_AT_ONCE: Final = 4  # pairs: other requests do not wait for more
+LONGEST_S: Final = 30.0  # that a request waits for the judge
+
+
+class FactFinder:
+    """See the module docstring. It belongs to an event loop."""
+
+    def __init__(self, client: EngineClient, threshold: float | None = None) -> None:
+        """`threshold` of the judge's log-odds, instead of the measured one."""
+        self._client, self._threshold = client, threshold
+        self._generate = client.generate  # vLLM's own, before the server replaces it
+        self._started: asyncio.Task[tuple[FactReader, FactJudge]] | None = None
+
+    @property
+    def judge(self) -> Judged | None:
+        """None before the first request to a memory with facts."""
+        if (started := self._started) is None or not started.done() or started.exception() is not None:
+            return None
+        return started.result()[1].judged
+
+    async def asked(self, memories: Sequence[ServedBundle], prompt: EngineInput) -> tuple[AskedFacts, ...]:
+        """What a prompt asks for, of each of its memories."""
+        if not any(memory.metadata.facts for memory in memories):
+            return tuple(NO_FACTS for _ in memories)
+        if self._started is None:
+            self._started = asyncio.create_task(asyncio.to_thread(self._start, memories[0].metadata.backbone))
+        reader, judge = await asyncio.shield(self._started)
+        question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"])
+        return tuple([await self._of(memory, question, judge) for memory in memories])
+
+    def _start(self, backbone: BackboneFingerprint) -> tuple[FactReader, FactJudge]:
+        reader = FactReader.of_engine(self._client.vllm_config, backbone)
+        return reader, FactJudge(self._generate, Judged(reader.tokenizer, self._threshold))
+
+    async def _of(self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge) -> AskedFacts:
+        if not memory.metadata.facts:
+            return NO_FACTS
+        questions = await memory.stored_questions()
+        found = questions.candidates(question.text, has_media=question.has_media)
+        judged = judge.judged
+        if not found.pairs or found.by_words:
+            return found.settled(None, 0.0)
+        judge.begin_measuring()
+        if not judged.may_judge:
+            return found.settled(None, 0.0, judged.why_not)
+        return found.settled(await judge.odds(list(found.pairs.values())), judged.threshold, NO_ANSWER)
+
+
+class FactJudge:
+    """Asks an engine client. It belongs to its event loop."""
+
+    def __init__(self, generate: Callable[..., AsyncGenerator[RequestOutput, None]], judged: Judged) -> None:
+        """`generate` is vLLM's own."""
+        self._generate, self.judged = generate, judged
+        self._measuring: asyncio.Task[None] | None = None
+
+    async def odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
+        """Those that are known in time."""
+        new = self.judged.new(pairs)
+        if new:
+            try:
+                async with asyncio.timeout(LONGEST_S):
+                    self.judged.take(new, await self._asked(self.judged.prompts(new)))
+            except TimeoutError:
+                logger.warning("the judge has not answered within %g s: a request goes on without a fact", LONGEST_S)
+        return self.judged.known(pairs)
+
+    def begin_measuring(self) -> None:
+        """In the background, once."""
+        if self._measuring is None:
+            self._measuring = asyncio.create_task(self._measure())
+            self._measuring.add_done_callback(_log_failure)
+
+    async def _measure(self) -> None:
+        prompts = self.judged.prompts([pair for pair, _ in known_pairs()])
+        odds = list[float]()
+        for at in range(0, len(prompts), MEASURED_AT_ONCE):
+            odds += await self._asked(prompts[at : at + MEASURED_AT_ONCE])
+        found = self.judged.measured(odds)
+        logger.info(
+            "the model %s other wordings of facts: AUROC %.3f, of the package's pairs it finds %.0f%% at a threshold "
+            "of %.2f, and takes %.1f%% of those that ask something else",
+            "judges" if self.judged.may_judge else "cannot judge",
+            found.auroc,
+            100 * found.found,
+            found.threshold,
+            100 * found.passed,
+        )
+
+    async def _asked(self, prompts: Sequence[list[int]]) -> list[float]:
+        return await asyncio.gather(*map(self._answer, prompts))
+
+    async def _answer(self, token_ids: list[int]) -> float:
+        prompt = self.judged.prompt
+        outputs = self._generate(tokens_input(token_ids), judge_params(prompt), f"judge-{uuid4()}")
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if output.finished:
+                    return odds_in(output, prompt)
+        raise RuntimeError("the engine ended a request without an answer")
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("it could not be measured whether the model judges other wordings of facts: %s", error)
