@@ -21,6 +21,7 @@ from ..facts import NO_FACTS, AskedFacts, Pair
 from ..facts.judge import known_pairs
 from ..vllm_seams.logs import logger_of
 from .judging import judge_params, odds_in
+from .pictures import shown_in
 from .served_bundle import ServedBundle
 
 logger = logger_of(__name__)
@@ -51,7 +52,7 @@ class FactFinder:
         if self._started is None:
             self._started = asyncio.create_task(asyncio.to_thread(self._start, memories[0].metadata.backbone))
         reader, judge = await asyncio.shield(self._started)
-        question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"])
+        question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"], shown_in(prompt))
         return tuple([await self._of(memory, question, judge) for memory in memories])
 
     def _start(self, backbone: BackboneFingerprint) -> tuple[FactReader, FactJudge]:
@@ -62,7 +63,7 @@ class FactFinder:
         if not memory.metadata.facts:
             return NO_FACTS
         questions = await memory.stored_questions()
-        found = questions.candidates(question.text, has_media=question.has_media)
+        found = questions.candidates(question)
         judged = judge.judged
         if not found.pairs or found.by_words:
             return found.settled(None, 0.0)
