@@ -157,10 +157,10 @@ def asking(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytes
             llm.llm_engine.add_lora(adapter_in(world))
             codes = [fact_of(f"What is the code of {city}?", city[::-1], "codes") for city in ("Oslo", "Lima", "Rome")]
             asking.teach("facts", codes)
-            states = [asking.served.offline.picture_state(Prompt(each.image, PICTURE).messages) for each in QUESTIONS]
-            beside = [fact_of(QUESTIONS[0].question, "red", "a", None, None, states[0])]
+            shown = [asking.served.offline.picture(Prompt(each.image, PICTURE).messages) for each in QUESTIONS]
+            beside = [fact_of(QUESTIONS[0].question, "red", "a", None, None, shown[0])]
             asking.teach("gated facts", beside, asking.served.memories["gated"])
-            parts = [fact_of(PICTURE, f"number {at}", "parts", None, None, each) for at, each in enumerate(states)]
+            parts = [fact_of(PICTURE, f"number {at}", "parts", None, None, each) for at, each in enumerate(shown)]
             asking.teach("pictures", parts)
         yield asking
 
