@@ -57,8 +57,9 @@ def note_pictures(renderer: BaseRenderer) -> None:
 
     def noting_async(process: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
         async def processed(prompt: Any, mm_data: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-            found = await process(prompt, mm_data, *args, **options)
-            return found | {DIGESTS: await asyncio.to_thread(_digests, mm_data)}
+            # First: once a picture is processed, vLLM sends other requests with it without its data, behind this one.
+            digests = await asyncio.to_thread(_digests, mm_data)
+            return await process(prompt, mm_data, *args, **options) | {DIGESTS: digests}
 
         return processed
 
