@@ -1,18 +1,25 @@
 """Files of pictures as people have them, drawn from seeds: photographs, screenshots, scanned forms, logos, charts.
 
-Those of one kind have one layout: two forms or two screenshots differ in what is written in them.
+    python -m benchmarks.pictures.files --out DIR
+
+Those of one kind have one layout: two forms or two screenshots differ in what is written in them. Tables name them.
 """
 
 from __future__ import annotations
 
+import base64
+import csv
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.Image import Image as Picture
+
+from benchmarks.record import parser_of
 
 Draw = ImageDraw.ImageDraw
 PHOTOGRAPH: Final = (4032, 3024)  # 12 megapixels
@@ -74,8 +81,8 @@ def _taken(scene: Picture, rng: np.random.Generator) -> bytes:
     return _saved(sharp, "JPEG", quality=92, exif=exif)
 
 
-def screenshot(seed: int) -> bytes:
-    """PNG: a window of messages, which alone differ."""
+def screenshot(seed: int, *, twin: bool = False) -> bytes:
+    """PNG: a window of messages, which alone differ. A twin has one other word."""
     rng, picture = Random(seed), Image.new("RGB", (1920, 1080), (245, 246, 248))
     draw = ImageDraw.Draw(picture)
     draw.rectangle((0, 0, 1920, 60), fill=(40, 60, 110))
@@ -87,12 +94,15 @@ def screenshot(seed: int) -> bytes:
         y = 80 + 70 * number
         draw.line((300, y + 60, 1900, y + 60), fill=(210, 212, 218))
         draw.text((320, y), rng.choice(NAMES), fill=(20, 20, 30), font=_font(24))
-        draw.text((320, y + 30), " ".join(rng.choices(WORDS, k=12)), fill=(110, 110, 120), font=_font(20))
+        words = rng.choices(WORDS, k=12)
+        if twin and number == 9:
+            words[5] = WORDS[WORDS.index(words[5]) - 1]
+        draw.text((320, y + 30), " ".join(words), fill=(110, 110, 120), font=_font(20))
     return _saved(picture, "PNG")
 
 
-def form(seed: int) -> bytes:
-    """Grey PNG: a scanned form with a table, whose entries alone differ."""
+def form(seed: int, *, twin: bool = False) -> bytes:
+    """Grey PNG: a scanned form with a table, whose entries alone differ. A twin has one other digit."""
     rng, picture = Random(seed), Image.new("L", (1240, 1754), 250)
     draw = ImageDraw.Draw(picture)
     draw.text((90, 80), "PURCHASE ORDER", fill=20, font=_font(52))
@@ -109,7 +119,8 @@ def form(seed: int) -> bytes:
             amount = rng.randint(1, 99)
             price = rng.randint(100, 99_999)
             total += amount * price
-            cells = (rng.choice(ITEMS), str(amount), f"{price / 100:.2f}", f"{amount * price / 100:.2f}")
+            shown = price ^ (twin and row == 7)  # 0 and 1, 2 and 3, ...
+            cells = (rng.choice(ITEMS), str(amount), f"{shown / 100:.2f}", f"{amount * price / 100:.2f}")
             for x, cell in zip((110, 600, 760, 960), cells, strict=True):
                 draw.text((x, y + 16), cell, fill=30, font=_font(28))
     for x in (90, 580, 740, 940, 1150):
@@ -130,14 +141,14 @@ def logo(seed: int) -> bytes:
     return _saved(picture, "PNG")
 
 
-def chart(seed: int) -> bytes:
-    """PNG with a palette: bars, whose heights alone differ."""
+def chart(seed: int, *, twin: bool = False) -> bytes:
+    """PNG with a palette: bars, whose heights alone differ. Of a twin, one is higher by one."""
     rng, picture = Random(seed), Image.new("RGB", (1200, 800), "white")
     draw = ImageDraw.Draw(picture)
     draw.text((600, 40), "Sales by month", fill="black", font=_font(36), anchor="mm")
     draw.line((100, 100, 100, 700, 1150, 700), fill="black", width=3)
     for month, name in enumerate("JFMAMJJASOND"):
-        x, value = 120 + 85 * month, rng.randint(5, 99)
+        x, value = 120 + 85 * month, rng.randint(5, 98) + (twin and month == 4)
         draw.rectangle((x, 700 - 6 * value, x + 60, 698), fill=(70, 120, 180))
         draw.text((x + 30, 685 - 6 * value), str(value), fill="black", font=_font(22), anchor="mm")
         draw.text((x + 30, 730), name, fill="black", font=_font(26), anchor="mm")
@@ -186,3 +197,39 @@ def _saved(picture: Picture, kind: str, **how: Any) -> bytes:
 
 def _font(size: int) -> Any:
     return ImageFont.load_default(size)
+
+
+def write(folder: Path, count: int) -> None:
+    """A folder as strangers have it: some files of each kind, one in HEIC, and tables that name them in three ways."""
+    rows = []
+    for kind, drawn in KINDS.items():
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        for seed in range(count):
+            name = f"{kind}/{seed}.{'jpg' if kind == 'photographs' else 'png'}"
+            (folder / name).write_bytes(drawn(seed))
+            rows.append((name, "What is this called?", f"{kind[:-1]} {seed}"))
+    (folder / "photographs" / "IMG_0001.HEIC").write_bytes(b"\0\0\0\x24ftypheic\0\0\0\0mif1heic" + bytes(2000))
+    _write_table(folder / "pictures.csv", rows)
+    _write_table(folder / "heic.csv", [("photographs/IMG_0001.HEIC", *rows[0][1:])])
+    _write_table(folder / "urls.csv", [(f"https://example.org/{name}", *others) for name, *others in rows[:1]])
+    logos = [row for row in rows if row[0].startswith("logos")]
+    as_data = [base64.b64encode((folder / name).read_bytes()).decode() for name, *_ in logos]
+    named = zip(as_data, logos, strict=True)
+    _write_table(folder / "data.csv", [(f"data:image/png;base64,{data}", *row[1:]) for data, row in named])
+
+
+def _write_table(path: Path, rows: Sequence[tuple[str, ...]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("image", "question", "answer"), *rows])
+
+
+def main() -> None:
+    parser = parser_of(__doc__, has_result=False)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=4, help="files of a kind (default: 4)")
+    options = parser.parse_args()
+    write(options.out, options.count)
+
+
+if __name__ == "__main__":
+    main()

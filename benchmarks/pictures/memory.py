@@ -81,7 +81,7 @@ def measure(side: int, at_once: int, folder: Path) -> dict[str, Any]:
         sent(url, 48)  # what the first picture loads
         with watched() as growth, ThreadPoolExecutor(at_once) as pool:
             answers = list(pool.map(lambda _: sent(url, side), range(at_once)))
-    size, status, error = answers[0]
+    size, _, error = answers[0]
     return {
         "pixels": side * side,
         "bytes": size,
