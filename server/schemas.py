@@ -76,12 +76,20 @@ ExpectedDigest = Annotated[
 ]
 
 
-class LoadMemoryBundleRequest(BaseModel):
-    """Body of POST /v1/load_memory_bundle."""
-
+class _Change(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: BundleName
+    expected_digest: ExpectedDigest = None
+
+
+class UnloadMemoryBundleRequest(_Change):
+    """Body of POST /v1/unload_memory_bundle."""
+
+
+class LoadMemoryBundleRequest(_Change):
+    """Body of POST /v1/load_memory_bundle."""
+
     path: str = Field(
         description="The bundle's file on the server's machine, in a folder that the server loads from "
         "(`--memory-root`); a relative path is beneath the first of them.",
@@ -96,27 +104,14 @@ class LoadMemoryBundleRequest(BaseModel):
     )
 
 
-class UnloadMemoryBundleRequest(BaseModel):
-    """Body of POST /v1/unload_memory_bundle."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: BundleName
-    expected_digest: ExpectedDigest = None
-
-
-class RollbackMemoryBundleRequest(BaseModel):
+class RollbackMemoryBundleRequest(_Change):
     """Body of POST /v1/rollback_memory_bundle."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    name: BundleName
     digest: str | None = Field(
         default=None,
         description="The version to go back to, one of those that are kept; null for the one before.",
         examples=[EARLIER_DIGEST],
     )
-    expected_digest: ExpectedDigest = None
 
 
 class ExampleMessage(BaseModel):
@@ -329,16 +324,12 @@ class MemoryBundleList(BaseModel):
     draining: list[DrainingMemory] = Field(default_factory=list, description="Versions that no name stands for.")
 
 
-class ForgetMemoryVersionsRequest(BaseModel):
+class ForgetMemoryVersionsRequest(_Change):
     """Body of POST /v1/forget_memory_versions."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    name: BundleName
     digest: str | None = Field(
         default=None, description="Of the version to forget; null for all but the one that the name stands for."
     )
-    expected_digest: str | None = Field(default=None, description="Only if the name stands for this version.")
 
 
 class ForgottenVersions(BaseModel):

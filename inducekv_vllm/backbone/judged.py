@@ -69,7 +69,7 @@ class Judged:
         if not pairs:
             return {}
         if self.ability is None:
-            self.measured(ask(self.prompts([pair for pair, _ in known_pairs()])))
+            self.measured(ask(self.prompts([each.pair for each in known_pairs()])))
         if self.may_judge and (new := self.new(pairs)):
             self.take(new, ask(self.prompts(new)))
         return self.known(pairs)

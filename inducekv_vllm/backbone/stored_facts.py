@@ -182,9 +182,9 @@ class StoredAnswers:
     def _found(self, asked: AskedFact, begun: str) -> FactFound:
         number, rest = asked.number, begun.strip()
         if not rest:
-            return FactFound(number, asked.closeness, asked.odds, self._answer(number))
+            return FactFound(number, asked.closeness, self._answer(number), odds=asked.odds)
         answer = self._facts[number].answer
         if not answer.startswith(rest):
             why = "the request begins the answer in another way"
-            return FactFound(number, asked.closeness, asked.odds, withheld=why)
-        return FactFound(number, asked.closeness, asked.odds, self.reader.answer(answer[len(rest) :]))
+            return FactFound(number, asked.closeness, withheld=why, odds=asked.odds)
+        return FactFound(number, asked.closeness, self.reader.answer(answer[len(rest) :]), odds=asked.odds)

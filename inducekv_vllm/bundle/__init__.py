@@ -39,7 +39,6 @@ from .tensors import (
     check_bundle,
     expected_shapes,
     facts_of,
-    with_entries,
     with_metadata,
 )
 
@@ -77,7 +76,6 @@ __all__ = [
     "read_public_key",
     "require_signature",
     "sign_digest",
-    "with_entries",
     "with_metadata",
     "write_bundle",
 ]

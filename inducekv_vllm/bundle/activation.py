@@ -28,8 +28,3 @@ def first_active_position(activation: Activation, token_ids: Sequence[int], plac
         return last
     after_media = next((at + 1 for at in range(last, -1, -1) if token_ids[at] in placeholders), 0)
     return min(after_media, last)
-
-
-def earliest(activations: Collection[Activation]) -> Activation:
-    """The one that acts on the most positions."""
-    return min(activations, key=ACTIVATIONS.index)

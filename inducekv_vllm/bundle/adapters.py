@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from ..errors import BundleError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG: Final = 2**20  # bytes
 _MATRIX: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
 _OF_BASE: Final = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # copies of the model's own
 
@@ -37,31 +38,44 @@ class AdapterFiles:
     tensors: Mapping[str, Matrix | None]  # by name; None for what belongs to no LoRA
 
 
-def read_adapter(folder: Path) -> AdapterFiles:
-    """Read the configuration of an adapter and the shapes of its weights, and hash its files.
+def read_config(folder: Path) -> tuple[dict[str, Any], str]:
+    """The configuration of an adapter of PEFT, and the sha256 over it and the weights.
 
     Raises:
-        BundleError: a file is missing or unreadable, it is no LoRA adapter, or one that changes nothing.
+        BundleError: a file is missing or unreadable, or the configuration is no JSON object.
     """
-    sha = hashlib.sha256()
+    sha, path = hashlib.sha256(), folder / CONFIG
     try:
         for name in (CONFIG, WEIGHTS):
             with (folder / name).open("rb") as file:
                 sha.update(hashlib.file_digest(file, "sha256").digest())
-        config: Any = json.loads((folder / CONFIG).read_bytes())
+        if (size := path.stat().st_size) > MAX_CONFIG:
+            raise BundleError(f"{path}: {size} bytes, more than {MAX_CONFIG}: no configuration of an adapter")
+        config: Any = from_json(path.read_bytes())
     except OSError as error:
-        raise BundleError(f"{folder}: cannot read the LoRA adapter: {error.strerror}: {error.filename}") from error
+        raise BundleError(f"{folder}: cannot read the adapter: {error.strerror}: {error.filename}") from error
     except ValueError as error:
-        raise BundleError(f"{folder / CONFIG}: not JSON: {error}") from error
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA":
+        raise BundleError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise BundleError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    return config, sha.hexdigest()
+
+
+def read_adapter(folder: Path) -> AdapterFiles:
+    """Read the configuration of a LoRA adapter and the shapes of its weights, and hash its files.
+
+    Raises:
+        BundleError: as of `read_config`; or it is no LoRA adapter, or one that changes nothing.
+    """
+    config, digest = read_config(folder)
+    if (kind := config.get("peft_type")) != "LORA":
         raise BundleError(f"{folder / CONFIG}: expected the peft_type 'LORA', found {kind!r}")
     ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     if not all(isinstance(rank, int) and rank >= 1 for rank in ranks):
         raise BundleError(f"{folder / CONFIG}: expected positive ranks, found {ranks}")
     alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
     is_scaled = any(alpha != 0 for alpha in alphas)
-    return AdapterFiles(sha.hexdigest(), max(ranks), _read_weights(folder / WEIGHTS, is_scaled=is_scaled))
+    return AdapterFiles(digest, max(ranks), _read_weights(folder / WEIGHTS, is_scaled=is_scaled))
 
 
 def tensor_names(folder: Path) -> list[str]:

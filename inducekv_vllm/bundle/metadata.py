@@ -22,7 +22,7 @@ from pydantic import (
 from ..errors import BundleError
 from ..files.picture import MAX_THUMBNAIL, digest_of, joined, thumbnail_of
 from ..retrieval.entry_terms import Form, Weighting
-from .activation import Activation, earliest
+from .activation import ACTIVATIONS, Activation
 
 FORMAT_VERSION: Final = 2
 MAX_WORDINGS: Final = 32  # of a fact's question, beside the question
@@ -231,7 +231,8 @@ class BundleMetadata(BaseModel):
         """From where memory acts on a request that the gate sends to `task`; None for a bundle without a gate."""
         if self.form == "merged":
             return "prompt"
-        return earliest(self.activations.values()) if task is None else self.activations.get(task, "prompt")
+        earliest = min(self.activations.values(), key=ACTIVATIONS.index)
+        return earliest if task is None else self.activations.get(task, "prompt")
 
     def adapter_of(self, task: str | None) -> AdapterRecord | None:
         """The adapter that answers a request of this task, if it has one."""

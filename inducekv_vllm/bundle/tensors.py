@@ -380,11 +380,6 @@ def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name
         raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
 
 
-def with_entries(bundle: Bundle, entries: tuple[EntryRecord, ...]) -> Bundle:
-    """A bundle of the same tensors whose entries have other records; see `with_metadata`."""
-    return with_metadata(bundle, entries=entries)
-
-
 def with_metadata(bundle: Bundle, **changed: Any) -> Bundle:
     """A bundle of the same tensors with other fields of `BundleMetadata`; it has another digest, and is not signed.
 

@@ -38,15 +38,15 @@ class FactFound:
 
     number: int  # among the bundle's facts
     closeness: float  # as that of `AskedFact`
-    odds: float | None = None  # likewise
     token_ids: tuple[int, ...] = ()  # [T], of its answer as it has to be generated, with the token that ends a turn
     withheld: str | None = None  # why the request cannot be answered by it
+    odds: float | None = None  # as that of `AskedFact`
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> FactFound:
         """From JSON, as `dataclasses.asdict` gives it."""
         ids = tuple(map(int, raw["token_ids"]))
-        return cls(int(raw["number"]), float(raw["closeness"]), raw["odds"], ids, raw["withheld"])
+        return cls(int(raw["number"]), float(raw["closeness"]), ids, raw["withheld"], raw["odds"])
 
 
 @dataclass(frozen=True)

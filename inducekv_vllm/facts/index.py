@@ -1,7 +1,7 @@
 """The stored questions that a request may ask: the one that it asks word for word, and the nearest others.
 
 Questions are kept as text, and read again when they are compared. Those with a term are kept under it: a request's
-rarest terms are looked up first, until enough questions have one (prefix filtering, Chaudhuri, Ganti and Kaushik, 2006).
+rarest terms are looked up first, until enough questions have one.
 
 Shapes: N stored questions.
 """
@@ -12,6 +12,8 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
+from heapq import nsmallest
+from itertools import islice
 from typing import Final, NamedTuple
 
 from ..pace import rest
@@ -20,7 +22,8 @@ from .question import Key, Question, key_of, read
 from .rule import SAME, Comparison, compare, compare_names
 
 COMPARED: Final = 16  # stored questions, of those that share most
-COUNTED: Final = 4096  # that have one of the request's rarest terms
+MOST_COMPARED: Final = 1000  # characters of a request that may ask a question in other words
+COUNTED: Final = 1024  # that have one of the request's rarest terms; of a common one, the newest
 CACHED_QUESTIONS: Final = 1 << 18
 CACHED_READ: Final = 4096
 
@@ -62,10 +65,13 @@ class QuestionIndex:
         return max((number for number in found if number is not None and among(number)), default=None)
 
     def near(self, text: str, among: Callable[[int], bool] = lambda number: True) -> list[Found]:
-        """Stored questions that share words with a request, the nearest first; the one that it asks alone, if any."""
+        """Stored questions that share words with a request, the nearest first; the one that it asks alone, if any.
+
+        Nothing is near to a text of more than `MOST_COMPARED` characters.
+        """
         if (number := self.same_as(text, among)) is not None:
             return [Found(number, SAME)]
-        return self._near(text, among, compare)
+        return [] if len(text) > MOST_COMPARED else self._near(text, among, compare)
 
     def named(self, text: str, among: Callable[[int], bool] = lambda number: True) -> Found | None:
         """The question about the same, if it is known that the request asks what the questions ask."""
@@ -89,17 +95,12 @@ class QuestionIndex:
     def _likely(self, asked: Question, having: dict[str, array[int]], among: Callable[[int], bool]) -> list[int]:
         """Those that say most of what the request says."""
         rarest = sorted((key for key in asked.terms if key in having), key=lambda key: len(having[key]))
-        counts: dict[int, float] = {}
-        for key in rarest:
-            weight, is_full = asked.terms[key].weight, len(counts) >= COUNTED
-            for number in having[key][-COUNTED:]:  # of a common term's, the newest
-                if number in counts or not is_full:
-                    counts[number] = counts.get(number, 0.0) + weight
-        in_order = sorted(counts, key=lambda number: (-counts[number], self._length(number), -number))
-        return [number for number in in_order[: 4 * COMPARED] if among(number)][:COMPARED]
-
-    def _length(self, number: int) -> int:
-        return len(kept_of(self.questions[number]).terms)
+        found = dict.fromkeys(number for key in rarest for number in having[key][: -COUNTED - 1 : -1])
+        shares = list[tuple[float, int, int]]()
+        for number in islice(filter(among, found), COUNTED):
+            terms = kept_of(self.questions[number]).terms
+            shares.append((-sum(asked.terms[key].weight for key in terms if key in asked.terms), len(terms), -number))
+        return [-number for _, _, number in nsmallest(COMPARED, shares)]
 
     @cached_property
     def _num_facts(self) -> Counter[str]:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .language import language_of
+from .question import read
+from .rule import compare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,25 +101,40 @@ def log_odds(yes: float, no: float) -> float:
     return min(max(yes - no, -99.0), 99.0)
 
 
+class KnownPair(NamedTuple):
+    """What a model is measured on."""
+
+    pair: Pair
+    is_same: bool
+    is_open: bool  # words leave it open, so that a judge decides
+
+
 @cache
-def known_pairs() -> tuple[tuple[Pair, bool], ...]:
-    """Pairs with whether they are one question."""
+def known_pairs() -> tuple[KnownPair, ...]:
     rows = map(json.loads, ABILITY.read_text(encoding="utf-8").splitlines())
-    return tuple((Pair(row["question"], row["asked"]), bool(row["same"])) for row in rows)
+    return tuple(_known(Pair(row["question"], row["asked"]), bool(row["same"])) for row in rows)
+
+
+def _known(pair: Pair, is_same: bool) -> KnownPair:
+    language = language_of(pair.stored)
+    compared = compare(read(pair.stored, language), read(pair.asked, language), language)
+    return KnownPair(pair, is_same, not compared.is_same and compared.differs is None)
 
 
 def ability(odds: Sequence[float]) -> Ability:
     """From the odds of `known_pairs`, in their order."""
-    same = [each for each, (_, is_same) in zip(odds, known_pairs(), strict=True) if is_same]
-    other = sorted((each for each, (_, is_same) in zip(odds, known_pairs(), strict=True) if not is_same), reverse=True)
+    known = list(zip(odds, known_pairs(), strict=True))
+    same, other = ([each for each, pair in known if pair.is_same is is_same] for is_same in (True, False))
     ranked = sum((one > two) + 0.5 * (one == two) for one in same for two in other)
-    threshold = max(math.nextafter(other[int(MOST_PASSED * len(other))], math.inf), LEAST_ODDS)
+    passing = sorted((each for each, pair in known if pair.is_open and not pair.is_same), reverse=True)
+    highest = passing[int(MOST_PASSED * len(other))]
+    threshold = max(math.nextafter(highest, math.inf), LEAST_ODDS)
     return Ability(ranked / (len(same) * len(other)), threshold, *prices(odds, threshold))
 
 
 def prices(odds: Sequence[float], threshold: float) -> tuple[float, float]:
-    """The shares of the known pairs of one question, and of two, that pass a threshold."""
-    found = {True: list[bool](), False: list[bool]()}
-    for each, (_, is_same) in zip(odds, known_pairs(), strict=True):
-        found[is_same].append(each >= threshold)
-    return sum(found[True]) / len(found[True]), sum(found[False]) / len(found[False])
+    """The shares of the known pairs of one question, and of two, that are answered with a threshold."""
+    passed = [pair for each, pair in zip(odds, known_pairs(), strict=True) if pair.is_open and each >= threshold]
+    same = sum(pair.is_same for pair in known_pairs())
+    found = sum(pair.is_same for pair in passed)
+    return found / same, (len(passed) - found) / (len(known_pairs()) - same)

@@ -53,6 +53,7 @@ class Language:
         self.ignored, self.moving = self._listed(described["ignored"]), self._listed(described["moving"])
         self.particles, self.negating = self._listed(described["particles"]), self._listed(described["negating"])
         self.telling = self._listed(described["telling"]) | self.particles | self.negating
+        self.asking, self.supporting = (self._listed(described.get(each, "")) for each in ("asking", "supporting"))
         self.tenses = [self._listed(each) for each in described["tenses"]]
         self.opposite = tuple(described["opposite"].split())
         self._requests, self._counts = int(counted.get("requests", 0)), dict(counted.get("stems", {}))
@@ -64,11 +65,11 @@ class Language:
             text = pattern.sub(instead, text)
         return without_accents(text)
 
-    def content(self, plain: str) -> list[Word]:
-        """The words that may name what is asked about; in Chinese, without those that stand between others."""
+    def words(self, plain: str) -> list[Word]:
+        """In Chinese, without those that stand between others."""
         for each in self._between:
             plain = plain.replace(each, " ")
-        return [word for word in words_of(plain) if not self.is_function_word(word.text)]
+        return words_of(plain)
 
     def said(self, listed: frozenset[str], plain: str) -> frozenset[str]:
         """Those of the listed words that a text has."""
@@ -77,7 +78,11 @@ class Language:
         return listed & {word.text for word in words_of(plain)}
 
     def is_function_word(self, word: str) -> bool:
-        return word in self._function or (self.code == "ja" and _HIRAGANA.fullmatch(word) is not None)
+        return (
+            word in self._function
+            or word in self.telling
+            or (self.code == "ja" and _HIRAGANA.fullmatch(word) is not None)
+        )
 
     def weight(self, stem: str) -> float:
         """How much a word tells: 1 if no everyday request has it, `LEAST_WEIGHT` if many have."""

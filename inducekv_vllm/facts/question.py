@@ -39,6 +39,7 @@ class Question:
     telling: frozenset[str]  # words that make another question: when, only, before
     tenses: frozenset[int]  # those that it has
     is_negated: bool
+    asks_for: str | None  # "subject" or "object": who hired Tom, whom did Tom hire; None: neither, or it cannot be told
     quoted: frozenset[str]  # in lower case
 
 
@@ -57,7 +58,12 @@ def key_of(text: str, language: Language) -> Key:
 
 
 def _key(words: list[Word], language: Language) -> Key:
-    kept = [word.text for word in words if word.text not in language.ignored]
+    last = len(words) - 1
+    kept = [
+        word.text
+        for at, word in enumerate(words)
+        if word.text not in language.ignored or (word.text == "a" and at and (word.is_capital or at == last))  # plan A
+    ]
     moving = sorted(word for word in kept if word in language.moving)
     return (*(word for word in kept if word not in language.moving), "", *moving)
 
@@ -76,26 +82,39 @@ def read(text: str, language: Language) -> Question:
     words = words_of(plain)
     return Question(
         _key(words, language),
-        _terms(words, plain, language),
+        _terms(language.words(plain), language),
         language.said(language.telling, plain),
         frozenset(number for number, words in enumerate(language.tenses) if language.said(words, plain)),
         len(language.said(language.negating, plain)) % 2 == 1,
+        _asks_for(words, language),
         frozenset(match.casefold() for match in _QUOTED.findall(written)),
     )
 
 
-def _terms(words: list[Word], plain: str, language: Language) -> dict[str, Term]:
+def _asks_for(words: list[Word], language: Language) -> str | None:
+    """By the auxiliary verb that a question for the object needs, and one for the subject does not have."""
+    said = [word.text for word in words]
+    if not said or said[0] not in language.asking:
+        return None
+    if language.supporting & set(said[1:4]):
+        return "object"
+    return None if language.moving & set(said) else "subject"
+
+
+def _terms(words: list[Word], language: Language) -> dict[str, Term]:
     has_case = any(word.text.isalpha() and not word.is_capital for word in words[1:])
-    first = words[0].text if words else None
     found: dict[str, Term] = {}
-    for word in language.content(plain):
+    for at, word in enumerate(words):
         stem = language.stem(word.text)
-        is_exact = is_number(word.text) or not any(map(str.isalnum, word.text))
-        if word.text in _BETWEEN:
+        is_function, is_common = language.is_function_word(word.text), language.is_common(stem)
+        is_name = word.is_capital and has_case and not (language.capitalises_nouns and is_common)
+        if is_function:  # New York, but not the Could of a new sentence
+            is_name = is_name and at + 1 < len(words) and words[at + 1].is_capital and len(words[at + 1].text) > 1
+        elif at == 0:
+            is_name = is_name and not is_common
+        if (is_function and not is_name) or word.text in _BETWEEN:
             continue
-        is_name = word.is_capital and has_case and not (language.capitalises_nouns and language.is_common(stem))
-        if word.text == first:  # a capital letter says nothing there
-            is_name = is_name and not language.is_common(stem)
+        is_exact = is_number(word.text) or not any(map(str.isalnum, word.text))
         weight = language.weight(stem)
         term = Term(word.text, stem, max(weight, NAME_WEIGHT) if is_name or is_exact else weight, is_name, is_exact)
         if (known := found.get(term.key)) is None or (is_name and not known.is_name):

@@ -3,6 +3,7 @@
 They are one if what makes a question is equal (`question.key_of`). They are two if
 
 - numbers, symbols or quoted words differ;
+- one asks who does it, the other to whom it is done;
 - one of them is negated, or has the opposite of a word of the other (legal, illegal);
 - the request does not say a name of the stored question, or has another one;
 - their other words are the same, and a word that makes another question is in one of them alone (who, was, out, only).
@@ -13,7 +14,7 @@ Of all others nothing is known by words: `judge.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rapidfuzz.distance import OSA
@@ -55,6 +56,7 @@ def compare(stored: Question, asked: Question, language: Language) -> Comparison
         _first("{!r} is in one of them alone", _exact(missing, added))
         or _first("{!r} is quoted in one of them alone", sorted(stored.quoted ^ asked.quoted))
         or ("one of them is negated" if _is_turned(stored, asked, missing, added) else None)
+        or ("it asks for the other side" if {stored.asks_for, asked.asks_for} == {"subject", "object"} else None)
         or _first("it asks the opposite: {!r}", _opposite(missing, added, language))
         or _first("it does not name {!r}", _unnamed(missing, added))
         or _first("it names {!r}", _other_names(missing, added))
@@ -83,8 +85,7 @@ def compare_names(stored: Question, asked: Question, num_facts: Callable[[str], 
     differs = _first("it does not name {!r}", named)
     if differs is None and share < NAMED:
         differs = "it says too little of what it is about"
-    found = _comparison(stored, asked, missing, added, differs)
-    return found if differs is not None else Comparison(True, found.said, found.more, found.missing, found.added, None)
+    return replace(_comparison(stored, asked, missing, added, differs), is_same=differs is None, said=share)
 
 
 def _comparison(

@@ -99,7 +99,7 @@ class FactJudge:
             self._measuring.add_done_callback(_log_failure)
 
     async def _measure(self) -> None:
-        prompts = self.judged.prompts([pair for pair, _ in known_pairs()])
+        prompts = self.judged.prompts([each.pair for each in known_pairs()])
         odds = list[float]()
         for at in range(0, len(prompts), MEASURED_AT_ONCE):
             odds += await self._asked(prompts[at : at + MEASURED_AT_ONCE])

@@ -9,7 +9,6 @@ A clause ends behind a punctuation mark and behind a line. The places that are c
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
@@ -22,12 +21,8 @@ CHANCE: Final = 0.5  # log-odds that a run loses for each factor of e that there
 _CLOSED: Final = r"[\"'”’»)\]*_]*"  # what may stand between a mark and the space behind it
 _MARKS: Final = ".!?;:,؟،؛।"
 _UNSPACED_MARKS: Final = "。！？；：，、"  # behind which no space stands
-_BETWEEN: Final = re.compile(rf"(?<=[{_MARKS}]){_CLOSED}\s+|(?<=[{_UNSPACED_MARKS}]){_CLOSED}|\s*\n\s*")
+BETWEEN: Final = re.compile(rf"(?<=[{_MARKS}]){_CLOSED}\s+|(?<=[{_UNSPACED_MARKS}]){_CLOSED}|\s*\n\s*")
 _END: Final = re.compile(rf"[{_MARKS}{_UNSPACED_MARKS}]{_CLOSED}\s*\Z|\n")
-
-
-def clauses_of(text: str) -> list[str]:
-    return _BETWEEN.split(text)
 
 
 def ends_clause(token: str) -> bool:
@@ -60,8 +55,3 @@ def runs_of_tokens(token_ids: Sequence[int], clause_ends: Collection[int]) -> li
     is_end = [token in clause_ends for token in token_ids]
     ends = [at for at, (ended, goes_on) in enumerate(pairwise(is_end), start=1) if ended and not goes_on]
     return list(runs([*ends, len(token_ids)]))
-
-
-def chance(count: int) -> float:
-    """The log-odds that a run loses for being chosen from so many."""
-    return CHANCE * math.log(count)

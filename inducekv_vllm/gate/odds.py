@@ -5,6 +5,7 @@ Shapes: K tasks that the gate was fitted to, R runs of clauses of all questions,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .clauses import CHANCE, chance
+from .clauses import CHANCE
 
 RANGE: Final = 8.0  # log-odds from -8 to 8 are evidence from 0 to 1: what is rarer than 1 in 3,000 is none at all
 Odds = TypeVar("Odds", Tensor, npt.NDArray[np.float32])
@@ -30,7 +31,7 @@ def of_best_run(odds: Tensor) -> Tensor:
     """[K], from log-odds [R, K]: of all of a question first, then of its runs."""
     if len(odds) == 1:
         return odds[0]
-    return torch.maximum(odds[0], odds[1:].amax(dim=0) - chance(len(odds)))
+    return torch.maximum(odds[0], odds[1:].amax(dim=0) - CHANCE * math.log(len(odds)))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .clauses import clauses_of, runs
+from .clauses import BETWEEN, runs
 from .odds import as_evidence, of_best_run
 
 BUCKETS: Final = 8192
@@ -59,7 +59,7 @@ def run_counts(text: str) -> tuple[Buckets, Numbers]:
 def runs_of_words(text: str) -> tuple[list[str], list[range]]:
     """The words of a text in lower case, of a longer one those at either end, and its runs."""
     words, ends = list[str](), list[int]()
-    for clause in clauses_of(text.lower()):
+    for clause in BETWEEN.split(text.lower()):
         if found := _WORD.findall(clause):
             words += found
             ends.append(len(words))

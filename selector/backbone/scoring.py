@@ -159,14 +159,6 @@ class Scorer:
         return losses
 
     @torch.no_grad()
-    def untouched_losses(self, examples: Sequence[Example]) -> list[float]:
-        """NLL of each example without memory."""
-        losses: list[float] = []
-        for start in range(0, len(examples), self.batch_size):
-            losses += self.losses(examples[start : start + self.batch_size]).tolist()
-        return losses
-
-    @torch.no_grad()
     def each_loss(
         self, questions: Questions, memory: TensorMemory | None = None, log_prior: Tensor | None = None
     ) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from inducekv_vllm.errors import TaskDataError
+from inducekv_vllm.files.regular import open_regular
 
 _CHUNK: Final = 2**16
 _MARKS: Final = {  # UTF-32's begins as UTF-16's does
@@ -53,3 +55,18 @@ def _unmarked(begin: bytes) -> str | None:
         if bytes_of.count(0) > len(bytes_of) / 2:
             return name
     return None
+
+
+def read_text(path: Path, what: str) -> str:
+    """All of a file of text.
+
+    Raises:
+        TaskDataError: it cannot be read, or its encoding is not known; `what` it is.
+    """
+    try:
+        with os.fdopen(open_regular(path), "rb") as file, in_utf8(file, path) as text:
+            return text.read().decode("utf-8-sig")
+    except OSError as error:
+        raise TaskDataError(f"{path}: cannot read {what}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TaskDataError(f"{path}: {what}: not text in UTF-8: {error.reason} at byte {error.start}") from error

@@ -63,7 +63,7 @@ def _rows(file: BinaryIO, source: Path) -> Iterator[Row]:
     begin = file.read(len(_PARQUET))
     file.seek(0)
     if begin == _PARQUET:
-        yield from _parquet_rows(source)
+        yield from _column_rows(source)
         return
     if begin.startswith(_ARCHIVES):
         raise TaskDataError(f"{source}: an Excel file or another archive: save the table as CSV")
@@ -246,18 +246,11 @@ def _folder_rows(folder: Path) -> Iterator[Row]:
     if not parquet and not arrow:
         raise TaskDataError(f"{folder}: expected a file, or a folder that `datasets` has saved, found neither")
     for path in parquet or arrow:
-        yield from _parquet_rows(path) if parquet else _arrow_rows(path)
+        yield from _column_rows(path, is_arrow=not parquet)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    yield from _batch_rows(path, lambda arrow: arrow.parquet.ParquetFile(path).iter_batches(1024))
-
-
-def _arrow_rows(path: Path) -> Iterator[Row]:
-    yield from _batch_rows(path, lambda arrow: arrow.ipc.open_stream(path))
-
-
-def _batch_rows(path: Path, batches: Any) -> Iterator[Row]:
+def _column_rows(path: Path, *, is_arrow: bool = False) -> Iterator[Row]:
+    """Of a file of Parquet, or of Arrow's as `datasets` saves it."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -266,7 +259,8 @@ def _batch_rows(path: Path, batches: Any) -> Iterator[Row]:
         raise TaskDataError(f"{path}: Parquet and datasets need pyarrow: pip install 'inducekv[data]'") from error
     number = 0
     try:
-        for batch in batches(pyarrow):
+        stored = pyarrow.ipc.open_stream(path) if is_arrow else pyarrow.parquet.ParquetFile(path).iter_batches(1024)
+        for batch in stored:
             names = _class_names(batch.schema, path)
             for row in batch.to_pylist():
                 number += 1

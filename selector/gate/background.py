@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import tomllib
@@ -15,9 +14,8 @@ from typing import Any
 from inducekv_vllm.backbone.turns import message
 from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import TaskDataError
-from inducekv_vllm.files.regular import open_regular
 
-from ..data.encoding import in_utf8
+from ..data.encoding import read_text
 from ..data.examples import Example, read_task
 from ..data.turns import require_text
 
@@ -67,13 +65,7 @@ def read_background(path: str | Path) -> list[Example]:
     source = Path(path)
     if source.suffix != ".txt":
         return read_task(source)
-    try:
-        with os.fdopen(open_regular(source), "rb") as file, in_utf8(file, source) as text:
-            lines = [line.strip() for line in text.read().decode("utf-8-sig").splitlines()]
-    except OSError as error:
-        raise TaskDataError(f"{source}: cannot read the background requests: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TaskDataError(f"{source}: the background requests are not UTF-8 text: {error}") from error
+    lines = (line.strip() for line in read_text(source, "the background requests").splitlines())
     texts = list(dict.fromkeys(line for line in lines if line))
     if not texts:
         raise TaskDataError(f"{source}: the file holds no requests")

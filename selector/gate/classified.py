@@ -55,7 +55,8 @@ def classified_gate(
     """
     C, counts = len(tasks), counts_of(questions)
     trained = train_classifiers(seen, labels, counts, C)
-    left_out = mixed(left_out_odds(seen, labels, counts, folds_of(questions), C))  # [n, C]
+    folds = torch.tensor([question.fold for question in questions])  # [n]
+    left_out = mixed(left_out_odds(seen, labels, counts, folds, C))  # [n, C]
     kinds = [question.kind for question in questions]
     share = _share_of_misses(left_out, labels, kinds, misses)
     chosen = threshold(left_out, as_they_stand(labels, kinds, C), share)
@@ -73,11 +74,6 @@ def _share_of_misses(odds: Tensor, labels: Tensor, kinds: Sequence[str], misses:
         if float((everyday.amax(dim=1) >= threshold(odds, own, share)).float().sum()) <= USUAL_OTHERS * len(everyday):
             return share
     return USUAL_MISSES[-1]
-
-
-def folds_of(questions: Sequence[GateQuestion]) -> Tensor:
-    """[n]"""
-    return torch.tensor([question.fold for question in questions])
 
 
 def _prices(odds: Tensor, labels: Tensor, kinds: Sequence[str], misses: float) -> tuple[Price, ...]:

@@ -10,27 +10,24 @@ Either way its requests stand at positions p, p + 1, .. Shapes: see the package.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from inducekv_vllm.bundle.adapters import CONFIG, WEIGHTS
+from inducekv_vllm.bundle.adapters import CONFIG, WEIGHTS, read_config
 from inducekv_vllm.errors import BundleError
 
 from ..backbone.model import Backbone
 from .prefix import Prefix, computed, moved
-from .source import Source, sha256_of
+from .source import Source
 from .torch_file import float_tensor
 
 OF_CACHE: Final = ("PREFIX_TUNING", "CARTRIDGE")
 OF_EMBEDDINGS: Final = ("PROMPT_TUNING", "P_TUNING")
 TENSOR: Final = "prompt_embeddings"
-MAX_CONFIG: Final = 2**20  # bytes
 MAX_TOKENS: Final = 2**20
 
 
@@ -55,22 +52,13 @@ def peft_source(folder: Path) -> Source:
     Raises:
         BundleError: a file is missing or unreadable, or it is another kind of adapter, whose memory would not be exact.
     """
+    config, digest = read_config(folder)
     path = folder / CONFIG
-    try:
-        config: Any = from_json(_content(path))
-        digests = [sha256_of(each) for each in (path, folder / WEIGHTS)]
-    except OSError as error:
-        raise BundleError(f"{folder}: cannot read the adapter: {error.strerror}: {error.filename}") from error
-    except ValueError as error:
-        raise BundleError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise BundleError(f"{path}: expected a JSON object, found {type(config).__name__}")
     _check_kind(config, path)
     tokens = config.get("num_virtual_tokens")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MAX_TOKENS:
         raise BundleError(f"{path}: num_virtual_tokens must be a whole number from 1 to {MAX_TOKENS}, found {tokens!r}")
     adapter = Adapter(folder, config["peft_type"], tokens, config)
-    digest = hashlib.sha256("".join(digests).encode()).hexdigest()
     settings = {"source": adapter.kind, "base": Path(adapter.base).name}
     return Source(digest, settings, lambda backbone: _prefix(backbone, adapter), adapter.base)
 
@@ -88,14 +76,6 @@ def _prefix(backbone: Backbone, adapter: Adapter) -> Prefix:
     _check_sizes(adapter, {"num_layers": L, "num_attention_heads": J, "token_dim": J * D})
     pairs = _weights(adapter, (p, L * 2 * J * D)).view(p, L, 2, J, D).permute(2, 1, 3, 0, 4)  # [2, L, J, p, D]
     return moved(backbone, Prefix(pairs[0], pairs[1]))
-
-
-def _content(path: Path) -> bytes:
-    with path.open("rb") as file:
-        content = file.read(MAX_CONFIG + 1)
-    if len(content) > MAX_CONFIG:
-        raise BundleError(f"{path}: more than {MAX_CONFIG} bytes, this is no configuration of an adapter")
-    return content
 
 
 def _check_kind(config: dict[str, Any], path: Path) -> None:

@@ -8,6 +8,7 @@ from inducekv_vllm.errors import TaskDataError
 
 from ..backbone.loading import decoder
 from ..backbone.model import Backbone
+from ..data.encoding import read_text
 from .prefix import Prefix, computed
 from .source import Source, sha256_of
 
@@ -21,21 +22,10 @@ def text_source(path: Path, role: str | None) -> Source:
     Raises:
         TaskDataError: it cannot be read, is no UTF-8, or is empty.
     """
-    text = _read(path)
-    return Source(sha256_of(path), {"source": "text", "role": role}, lambda backbone: _prefix(backbone, text, role))
-
-
-def _read(path: Path) -> str:
-    """Raises TaskDataError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise TaskDataError(f"{path}: cannot read the text: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TaskDataError(f"{path}: not text in UTF-8: {error.reason} at byte {error.start}") from error
+    text = read_text(path, "the text")
     if not text.strip():
         raise TaskDataError(f"{path}: the text is empty")
-    return text
+    return Source(sha256_of(path), {"source": "text", "role": role}, lambda backbone: _prefix(backbone, text, role))
 
 
 def _prefix(backbone: Backbone, text: str, role: str | None) -> Prefix:

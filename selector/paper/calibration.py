@@ -36,7 +36,9 @@ class Calibration:
     @classmethod
     def initial(cls, num_layers: int) -> Calibration:
         """tau = 0.07 and gates of 0.5."""
-        phi = torch.full((1 + num_layers,), _logit(INITIAL_VALUE_GATE), dtype=torch.float64)
+        phi = torch.full(
+            (1 + num_layers,), math.log(INITIAL_VALUE_GATE / (1 - INITIAL_VALUE_GATE)), dtype=torch.float64
+        )
         phi[0] = math.log(math.expm1(INITIAL_TEMPERATURE))
         return cls(phi, torch.zeros_like(phi), torch.zeros_like(phi), 0)
 
@@ -82,7 +84,3 @@ def fit(calibration: Calibration, loss: Callable[[Tensor, int], Tensor], steps: 
 def leaf(tensor: Tensor) -> Tensor:
     """A copy that gradients can be taken with respect to."""
     return tensor.detach().clone().requires_grad_()
-
-
-def _logit(probability: float) -> float:
-    return math.log(probability / (1 - probability))

@@ -40,11 +40,3 @@ def nearest(keys: Tensor, queries: Tensor, count: int) -> Tensor:
     candidates = ranked.ravel()[order]
     first = np.sort(np.unique(candidates, return_index=True)[1])[:count]  # the first place of each candidate
     return torch.from_numpy(np.sort(candidates[first]).astype(np.int64))
-
-
-def query_rows(num_questions: int, seed: int) -> list[int]:
-    """The questions whose keys rank the candidates: all, or 256 without replacement."""
-    if num_questions <= QUERIES:
-        return list(range(num_questions))
-    chosen = np.random.default_rng((seed, 2)).choice(num_questions, QUERIES, replace=False)
-    return sorted(chosen.tolist())

@@ -19,6 +19,7 @@ from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone
 from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
+from ..data.choice import some_rows
 from ..data.examples import Example
 from ..runtime.progress import progress_bar
 from ..runtime.running import ALONE, Run
@@ -32,7 +33,7 @@ from .candidate_pool import CandidatePool
 from .objective import Objective
 from .report import report_update
 from .settings import PaperSettings
-from .shortlist import nearest, query_rows
+from .shortlist import QUERIES, nearest
 
 # The grid of the paper's "Implementation Details", searched on the first task.
 BETAS: Final = (0.1, 0.3, 0.5, 1.0)
@@ -110,7 +111,7 @@ def _candidate_pool(inputs: TaskInputs, extraction: Extraction, settings: PaperS
     if settings.shortlist is None:
         return pool
     current, count = pool.keys[pool.num_previous :], settings.shortlist * settings.budget
-    rows = nearest(current, extraction.keys[query_rows(len(current), settings.seed)], count)
+    rows = nearest(current, extraction.keys[some_rows(len(current), QUERIES, (settings.seed, 2))], count)
     return pool.take(torch.cat([torch.arange(pool.num_previous), pool.num_previous + rows]))
 
 

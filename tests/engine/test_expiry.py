@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_entries, write_bundle
+from inducekv_vllm.bundle import Bundle, EntryRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.bundle.lookup import BundleIndex, QueryFeatures
 from inducekv_vllm.protocol import DecideSpec, InjectionSpec, Untouched
 from inducekv_vllm.workers.decisions import outcome_of
@@ -28,7 +28,7 @@ SPEC = DecideSpec("digest", True, None)
 def expiring(bundle: Bundle, dates: dict[str, datetime]) -> Bundle:
     """The bundle with these dates of expiry, by entry."""
     entries = bundle.metadata.entries
-    return with_entries(bundle, tuple(e.model_copy(update={"expires_at": dates.get(e.id)}) for e in entries))
+    return with_metadata(bundle, entries=tuple(e.model_copy(update={"expires_at": dates.get(e.id)}) for e in entries))
 
 
 def index(bundle: Bundle, tmp_path: Path) -> BundleIndex:

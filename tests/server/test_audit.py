@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from vllm.exceptions import RetryableRequestError
 
-from inducekv_vllm.bundle import sign_digest, with_entries, write_bundle
+from inducekv_vllm.bundle import sign_digest, with_metadata, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
@@ -232,7 +232,7 @@ async def test_expired_entries_are_loaded_but_counted(files: Path) -> None:
     dates = [past, past, later, None, None]
     old = bundle.metadata.entries
     entries = [entry.model_copy(update={"expires_at": date}) for entry, date in zip(old, dates, strict=True)]
-    write_bundle(with_entries(bundle, tuple(entries)), files / "e.safetensors")
+    write_bundle(with_metadata(bundle, entries=tuple(entries)), files / "e.safetensors")
     server = Audited(files)
     await server.load("e")
     (card,) = server.registry.shown().data

@@ -160,7 +160,7 @@ def test_the_server_refuses_adapters_it_cannot_serve(
     assert "start the server with --enable-lora" in bundles.load("refused", routed).json()["error"]["message"]
     bundle, path = read_bundle(routed), folder / "changed.safetensors"
     assert "has rank 16, the server's --max-lora-rank is 8" in refusal(adapted, changed(bundle, path, rank=16))
-    assert "cannot read the LoRA adapter: No such file" in refusal(adapted, changed(bundle, path, path="nowhere"))
+    assert "cannot read the adapter: No such file" in refusal(adapted, changed(bundle, path, path="nowhere"))
     message = refusal(adapted, changed(bundle, path, path="adapter-b"))
     assert "the adapter of task 'a'" in message
     assert "is not the one that the bundle was made with" in message
@@ -211,7 +211,7 @@ def test_an_adapter_is_loaded_only_if_all_of_it_acts(
 @pytest.mark.parametrize(
     ("adapters", "problem"),
     [
-        (["a=nowhere:{a}"], "nowhere: cannot read the LoRA adapter: No such file"),
+        (["a=nowhere:{a}"], "nowhere: cannot read the adapter: No such file"),
         (["a={wrong}:{a}"], "is of another base: 6 of 12 tensors fit a layer of the language model"),
     ],
 )

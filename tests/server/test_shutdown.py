@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from benchmarks.server_process import processes_of, serving
-from inducekv_vllm.bundle import with_entries, write_bundle
+from inducekv_vllm.bundle import with_metadata, write_bundle
 from tests.engine.parity import FEWER_PROCESSES, Prompt, World, prompts
 from tests.server.http import Bundles, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS
@@ -81,7 +81,7 @@ def stop(world: World, url: str, *, drains: bool) -> Stopped:
     """
     late = world.paths["other"].with_name("late.safetensors")
     first, *others = world.bundles["other"].metadata.entries
-    bundle = with_entries(world.bundles["other"], (first.model_copy(update={"id": HELD_ENTRY}), *others))
+    bundle = with_metadata(world.bundles["other"], entries=(first.model_copy(update={"id": HELD_ENTRY}), *others))
     write_bundle(bundle, late)
     held = held_file(late)
     server = psutil.Process(processes_of(url)[0])

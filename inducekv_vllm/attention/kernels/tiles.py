@@ -128,7 +128,7 @@ def launch_shape(
     padded = _power_of_2(value_size)
     rest = _power_of_2(head_size - value_size) if is_latent else 0
     block_tokens, stages = _pipeline(block_rows, padded, rest, element_size, processors.shared_memory)
-    wanted = _wanted_items(kv_heads, processors)
+    wanted = -(-PROGRAMS_PER_PROCESSOR * processors.count // kv_heads)
     crowded = block_rows > LANES_OF_FOUR_WARPS or (maps and per_row * padded > MAP_OF_FOUR_WARPS)
     return LaunchShape(
         rows=rows,
@@ -224,10 +224,6 @@ def _pipeline(block_rows: int, value_size: int, rest: int, element_size: int, sh
     while block_tokens * token > room and block_tokens > LEAST_TOKENS:
         block_tokens //= 2
     return block_tokens, 1 + min(MOST_READS, max(1, room // (block_tokens * token)))
-
-
-def _wanted_items(kv_heads: int, processors: Processors) -> int:
-    return -(-PROGRAMS_PER_PROCESSOR * processors.count // kv_heads)
 
 
 def _power_of_2(number: int) -> int:

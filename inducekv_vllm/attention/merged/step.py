@@ -117,11 +117,8 @@ def _tokens_of(batch: list[RequestMemory]) -> slice | Tensor:
     """[S] for memories that read the same tokens, [n, S] for others."""
     if batch[0].first_entry is not None:
         return batch[0].tokens
-    return torch.stack([_as_tensor(memory.tokens) for memory in batch])
-
-
-def _as_tensor(tokens: slice | Tensor) -> Tensor:
-    return torch.arange(tokens.start, tokens.stop) if isinstance(tokens, slice) else tokens
+    tokens = (memory.tokens for memory in batch)
+    return torch.stack([torch.arange(t.start, t.stop) if isinstance(t, slice) else t for t in tokens])
 
 
 def _stack(per_request: list[Tensor | None], batch: list[RequestMemory], neutral: float) -> Tensor | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from inducekv_vllm.bundle import Bundle, read_bundle, with_entries
+from inducekv_vllm.bundle import Bundle, read_bundle, with_metadata
 from inducekv_vllm.files import audit_chain
 from tests.bundles import random_bundle, random_gated_bundle
 from tests.unit.selector.cli.bundle_command import command, refuse, written
@@ -27,9 +27,9 @@ def old(tmp_path: Path) -> Path:
 
 def _dated(bundle: Bundle) -> Bundle:
     expiry = {"e0": NOW, "e4": NOW + timedelta(days=1)}
-    return with_entries(
+    return with_metadata(
         bundle,
-        tuple(
+        entries=tuple(
             entry.model_copy(
                 update={"created_at": NOW - timedelta(days=i, hours=1), "expires_at": expiry.get(entry.id)}
             )

@@ -90,7 +90,7 @@ CONFIGURATIONS: list[tuple[Any, str]] = [
     ("[" * 100000, "adapter_config.json: not JSON"),
     ("\xff", "task_type|not JSON"),
     ([PREFIX], "expected a JSON object, found list"),
-    ("{" + " " * 2**20 + "}", "more than 1048576 bytes, this is no configuration of an adapter"),
+    ("{" + " " * 2**20 + "}", "1048578 bytes, more than 1048576: no configuration"),
     (PREFIX | {"peft_type": "LORA"}, "found 'LORA'; load it with vLLM's --lora-modules"),
     (PREFIX | {"peft_type": "IA3"}, "expected PREFIX_TUNING, CARTRIDGE, PROMPT_TUNING, P_TUNING, found 'IA3'"),
     (PREFIX | {"peft_type": "MULTITASK_PROMPT_TUNING"}, "found 'MULTITASK_PROMPT_TUNING'"),
