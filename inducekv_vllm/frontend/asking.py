@@ -45,23 +45,35 @@ class FactFinder:
             return None
         return started.result()[1].judged
 
-    async def asked(self, memories: Sequence[ServedBundle], prompt: EngineInput) -> tuple[AskedFacts, ...]:
-        """What a prompt asks for, of each of its memories."""
+    async def asked(
+        self, memories: Sequence[ServedBundle], prompt: EngineInput, before_waiting: Callable[[], None]
+    ) -> tuple[AskedFacts, ...]:
+        """What a prompt asks for, of each of its memories.
+
+        Args:
+            before_waiting: is called before others may run, which vLLM may have told that this prompt brings a picture.
+        """
         if not any(memory.metadata.facts for memory in memories):
             return tuple(NO_FACTS for _ in memories)
         if self._started is None:
             self._started = asyncio.create_task(asyncio.to_thread(self._start, memories[0].metadata.backbone))
+        if not self._started.done():
+            before_waiting()
         reader, judge = await asyncio.shield(self._started)
         question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"], shown_in(prompt))
-        return tuple([await self._of(memory, question, judge) for memory in memories])
+        return tuple([await self._of(memory, question, judge, before_waiting) for memory in memories])
 
     def _start(self, backbone: BackboneFingerprint) -> tuple[FactReader, FactJudge]:
         reader = FactReader.of_engine(self._client.vllm_config, backbone)
         return reader, FactJudge(self._generate, Judged(reader.tokenizer, self._threshold))
 
-    async def _of(self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge) -> AskedFacts:
+    async def _of(
+        self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge, before_waiting: Callable[[], None]
+    ) -> AskedFacts:
         if not memory.metadata.facts:
             return NO_FACTS
+        if not memory.has_questions:
+            before_waiting()
         questions = await memory.stored_questions()
         found = questions.candidates(question)
         judged = judge.judged
@@ -70,6 +82,7 @@ class FactFinder:
         judge.begin_measuring()
         if not judged.may_judge:
             return found.settled(None, 0.0, judged.why_not)
+        before_waiting()
         return found.settled(await judge.odds(list(found.pairs.values())), judged.threshold, NO_ANSWER)
 
 

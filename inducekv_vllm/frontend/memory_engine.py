@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 from vllm.engine.protocol import EngineClient
@@ -141,7 +142,8 @@ class MemoryEngine:
                 leases = stack.enter_context(self._leases(names))
                 if [lease.memory for lease in leases] != list(request.memories):  # others took their places since
                     request = self._request(leases, prompt, request.user_params, owner)
-            request = request.asking(await self.facts.asked(request.memories, prompt))
+                before_waiting = partial(self.invalidate_mm_cache, prompt)
+                request = request.asking(await self.facts.asked(request.memories, prompt, before_waiting))
             memories = [(lease.metrics, lease.memory) for lease in leases]
             observed = stack.enter_context(observing(memories, options.get("trace_headers"), self._tracing))
             options = {**options, "trace_headers": observed.trace_headers}
