@@ -26,7 +26,9 @@ NEAR: Final = 0.34  # of a question's weight, that a request says of one that is
 NOT_JUDGED: Final = "nobody judges whether it asks the same in other words"
 NO_ANSWER: Final = "the judge has given no answer"
 REFUSED: Final = "the judge says that it asks something else"
+NOT_JUDGEABLE: Final = "it is too long to be judged, or has the judge's own words"
 OTHER_PICTURE: Final = "it shows other pictures"
+OTHER_WORDS: Final = "it says something else, or the same in other words"
 
 
 @dataclass(frozen=True)
@@ -72,22 +74,22 @@ class StoredQuestions:
         self._gated = [self._questions(partial(_is_of, task)) for task in sorted(gate_tasks)]
 
     def candidates(self, asked: AskedQuestion) -> Candidates:
-        """The facts that a question asks for by its words, and those that it may ask for.
+        """The facts that a question asks for by its words, and those that it may ask for."""
+        return self._of_pictures(asked) if asked.has_media else self._of_text(asked.text)
 
-        With media, those about the same pictures.
-        """
+    def _of_pictures(self, asked: AskedQuestion) -> Candidates:
+        """By words alone: while a request waits for a judge, vLLM sends others with its picture without the data."""
         now = datetime.now(UTC)
-        if not asked.has_media:
-            return self._of(self._open, asked.text, now, named=self._named(asked.text, now))
         if asked.picture is not None and asked.picture in self._pictures:
-            return self._of(self._about(asked.picture), asked.text, now)
-        found = self._shown.near(asked.text, now)
-        missed = _missed(found) if found else None
+            found = self._about(asked.picture).near(asked.text, now)
+            return Candidates(_same(found), missed=_missed(found, OTHER_WORDS))
+        missed = _missed(self._shown.near(asked.text, now), OTHER_PICTURE)
         return Candidates((), missed=None if missed is None else replace(missed, why=OTHER_PICTURE))
 
-    def _of(self, questions: _Questions, text: str, now: datetime, named: tuple[AskedFact, ...] = ()) -> Candidates:
-        found = questions.near(text, now)
-        same = tuple(AskedFact(number, 1.0) for number, each in found.items() if each.comparison.is_same)
+    def _of_text(self, text: str) -> Candidates:
+        now, questions = datetime.now(UTC), self._open
+        found, named = questions.near(text, now), self._named(text, now)
+        same = _same(found)
         if same or not found:
             return Candidates((*same, *named))
         likely = {
@@ -98,7 +100,7 @@ class StoredQuestions:
         near = dict(list(likely.items())[:MOST_JUDGED])
         pairs = {number: Pair(questions.texts[each.number], text) for number, each in near.items()}
         pairs = {number: pair for number, pair in pairs.items() if all(map(can_be_asked, pair))}
-        return Candidates(named, near, pairs, _missed(found))
+        return Candidates(named, near, pairs, _missed(found, NOT_JUDGEABLE))
 
     def _named(self, text: str, now: datetime) -> tuple[AskedFact, ...]:
         """Of each task of the gate, the fact about the same."""
@@ -113,13 +115,18 @@ def _is_of(task: str, fact: FactRecord) -> bool:
     return fact.task == task and fact.picture is None
 
 
-def _missed(found: Mapping[int, Found]) -> FactMissed | None:
-    number, nearest = next(iter(found.items()))
-    comparison = nearest.comparison
-    if comparison.said < NEAR:
-        return None
-    why = comparison.differs or "it is too long to be judged, or has the judge's own words"
-    return FactMissed(number, why, comparison.missing, comparison.added)
+def _same(found: Mapping[int, Found]) -> tuple[AskedFact, ...]:
+    return tuple(AskedFact(number, 1.0) for number, each in found.items() if each.comparison.is_same)
+
+
+def _missed(found: Mapping[int, Found], otherwise: str) -> FactMissed | None:
+    """`otherwise` says why, if the questions do not differ in what they ask."""
+    for number, nearest in found.items():
+        comparison = nearest.comparison
+        if comparison.said < NEAR:
+            return None
+        return FactMissed(number, comparison.differs or otherwise, comparison.missing, comparison.added)
+    return None
 
 
 class _Questions:

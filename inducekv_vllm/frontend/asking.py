@@ -82,7 +82,6 @@ class FactFinder:
         judge.begin_measuring()
         if not judged.may_judge:
             return found.settled(None, 0.0, judged.why_not)
-        before_waiting()
         return found.settled(await judge.odds(list(found.pairs.values())), judged.threshold, NO_ANSWER)
 
 
