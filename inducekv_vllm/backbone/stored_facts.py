@@ -73,17 +73,22 @@ class StoredQuestions:
         self._about = lru_cache(CACHED_PICTURES)(lambda picture: _Questions(facts, self._pictures[picture]))
         self._gated = [self._questions(partial(_is_of, task)) for task in sorted(gate_tasks)]
 
-    def candidates(self, asked: AskedQuestion) -> Candidates:
-        """The facts that a question asks for by its words, and those that it may ask for."""
-        return self._of_pictures(asked) if asked.has_media else self._of_text(asked.text)
+    def candidates(self, text: str, *, has_media: bool, picture: str | None = None) -> Candidates:
+        """The facts that a text asks for by its words, and those that it may ask for.
 
-    def _of_pictures(self, asked: AskedQuestion) -> Candidates:
+        Args:
+            has_media: then facts with these pictures are found, and without, those without.
+            picture: as that of `AskedQuestion`.
+        """
+        return self._of_pictures(text, picture) if has_media else self._of_text(text)
+
+    def _of_pictures(self, text: str, picture: str | None) -> Candidates:
         """By words alone: while a request waits for a judge, vLLM sends others with its picture without the data."""
         now = datetime.now(UTC)
-        if asked.picture is not None and asked.picture in self._pictures:
-            found = self._about(asked.picture).near(asked.text, now)
+        if picture is not None and picture in self._pictures:
+            found = self._about(picture).near(text, now)
             return Candidates(_same(found), missed=_missed(found, OTHER_WORDS))
-        missed = _missed(self._shown.near(asked.text, now), OTHER_PICTURE)
+        missed = _missed(self._shown.near(text, now), OTHER_PICTURE)
         return Candidates((), missed=None if missed is None else replace(missed, why=OTHER_PICTURE))
 
     def _of_text(self, text: str) -> Candidates:
@@ -130,18 +135,18 @@ def _missed(found: Mapping[int, Found], otherwise: str) -> FactMissed | None:
 
 
 class _Questions:
-    """The questions of some facts, of equal ones the newest."""
+    """The questions of some facts; of a task's equal ones, the newest."""
 
     def __init__(self, facts: Sequence[FactRecord], numbers: Sequence[int]) -> None:
-        """`numbers` are those of the facts."""
+        """`numbers` are those of the facts. Of equal questions about several pictures, any stands for all."""
         self._facts = facts
-        newest = {
-            (facts[number].task, facts[number].shown, key_of_stored(facts[number].question)): number
-            for number in numbers
+        questions = {number: (facts[number].task, key_of_stored(facts[number].question)) for number in numbers}
+        newest = {(*question, facts[number].shown): number for number, question in questions.items()}
+        asked = {
+            (facts[number].task, key_of_stored(text)): (text, number)
+            for number in sorted(newest.values())
+            for text in (*facts[number].also, facts[number].question)
         }
-        counting = sorted(newest.values())
-        asked = {key_of_stored(text): (text, number) for number in counting for text in facts[number].also}
-        asked |= {key_of_stored(facts[number].question): (facts[number].question, number) for number in counting}
         self.texts, self._numbers = [text for text, _ in asked.values()], [number for _, number in asked.values()]
         self._index = QuestionIndex(self.texts, self._numbers)
 

@@ -47,10 +47,14 @@ class QuestionIndex:
         self.questions = questions
         self._facts = facts or range(len(questions))
         self._same: dict[Language, dict[Key, int]] = {}
+        self._earlier: dict[int, int] = {}  # of questions that are equal, by the later one's number
         self._having: dict[Language, dict[str, array[int]]] = {}
         for number, text in enumerate(questions):
             kept = kept_of(text)
-            self._same.setdefault(kept.language, {})[kept.key] = number
+            same = self._same.setdefault(kept.language, {})
+            if (earlier := same.get(kept.key)) is not None:
+                self._earlier[number] = earlier
+            same[kept.key] = number
             having = self._having.setdefault(kept.language, defaultdict(lambda: array("I")))
             for term in kept.terms:
                 having[term].append(number)
@@ -61,8 +65,15 @@ class QuestionIndex:
 
     def same_as(self, text: str, among: Callable[[int], bool] = lambda number: True) -> int | None:
         """The last question that this is a wording of, by words alone."""
-        found = (same.get(key_of(text, language)) for language, same in self._same.items())
-        return max((number for number in found if number is not None and among(number)), default=None)
+        latest = (same.get(key_of(text, language)) for language, same in self._same.items())
+        found = (self._latest(number, among) for number in latest if number is not None)
+        return max((number for number in found if number is not None), default=None)
+
+    def _latest(self, number: int | None, among: Callable[[int], bool]) -> int | None:
+        """This one, or the last equal one before it that may be found."""
+        while number is not None and not among(number):
+            number = self._earlier.get(number)
+        return number
 
     def near(self, text: str, among: Callable[[int], bool] = lambda number: True) -> list[Found]:
         """Stored questions that share words with a request, the nearest first; the one that it asks alone, if any.

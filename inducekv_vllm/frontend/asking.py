@@ -75,7 +75,7 @@ class FactFinder:
         if not memory.has_questions:
             before_waiting()
         questions = await memory.stored_questions()
-        found = questions.candidates(question)
+        found = questions.candidates(question.text, has_media=question.has_media, picture=question.picture)
         judged = judge.judged
         if not found.pairs or found.by_words:
             return found.settled(None, 0.0)

@@ -281,7 +281,7 @@ class MemoryLLM:
     def _candidates(self, memory: ServedBundle, question: AskedQuestion | None) -> Candidates:
         if question is None or not memory.metadata.facts:
             return Candidates(())
-        return memory.questions.candidates(question)
+        return memory.questions.candidates(question.text, has_media=question.has_media, picture=question.picture)
 
     def _said(self, prompts: Sequence[list[int]]) -> list[float]:
         """By the model as a judge."""

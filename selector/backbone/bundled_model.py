@@ -165,7 +165,9 @@ class BundledModel:
         ]
 
     def _asked(self, questions: Sequence[AskedQuestion]) -> list[AskedFacts]:
-        found = [self._questions.candidates(each) for each in questions]
+        found = [
+            self._questions.candidates(each.text, has_media=each.has_media, picture=each.picture) for each in questions
+        ]
         pairs = [pair for each in found if not each.by_words for pair in each.pairs.values()]
         if self.judge is None:
             return [each.settled(None, 0.0) for each in found]

@@ -1,20 +1,19 @@
-"""Questions that a fact should have answered: which one, what keeps them apart, and the wording that would not.
+"""Questions that a fact should have answered: which one, and what keeps them apart.
 
-A question should be answered by a fact that has its answer. Words decide here, as they do where there is no gate.
+A question should be answered by a fact that has its answer. Of questions about pictures, pictures decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
+from inducekv_vllm.backbone.stored_facts import REFUSED, StoredQuestions
 from inducekv_vllm.bundle import BundleMetadata, FactRecord
-from inducekv_vllm.bundle.metadata import MAX_WORDING_BYTES
-from inducekv_vllm.facts import Comparison, QuestionIndex, has_words, same_words
 from inducekv_vllm.teaching import replaced_by
 
 from .common import print_table
@@ -34,28 +33,19 @@ class Miss:
     answered_by: str | None  # the id of the wrong fact
     should: str | None  # the id of the nearest fact that has its answer; None: it should have been left alone
     why: str
-    missing: tuple[str, ...]  # words of the fact's question that it does not say
-    added: tuple[str, ...]  # words of it that the fact's question does not say
-    wording: str | None  # that would be found if it was added to the fact
 
 
 def misses(metadata: BundleMetadata, examples: Sequence[Example], found: Sequence[str | None]) -> list[Miss]:
-    """Of questions in words alone; of those about pictures, pictures decide.
-
-    Args:
-        found: the id of the fact that answered each of the examples.
-    """
-    served = _served(metadata)
-    by_answer: dict[str, list[FactRecord]] = {}
+    """`found` is the id of the fact that answered each of the examples."""
+    served, by_answer = _served(metadata), dict[str, list[FactRecord]]()
     for fact in served.values():
         by_answer.setdefault(fact.answer.strip(), []).append(fact)
-    near = {answer: _Near(facts, metadata) for answer, facts in by_answer.items()}
     missed = []
     for example, id in zip(examples, found, strict=True):
         answer = example.answer.strip()
-        is_right = id in served and served[id].answer.strip() == answer if id is not None else answer not in near
+        is_right = id in served and served[id].answer.strip() == answer if id is not None else answer not in by_answer
         if not is_right and not example.images:
-            missed.append(_miss(_question_of(example), id, near.get(answer), served))
+            missed.append(_miss(_question_of(example), id, by_answer.get(answer, []), metadata.gate_tasks))
     return missed
 
 
@@ -69,54 +59,18 @@ def _served(metadata: BundleMetadata) -> dict[str, FactRecord]:
     }
 
 
-class _Near:
-    """Facts of one answer, and the nearest of them to a question."""
-
-    def __init__(self, facts: Sequence[FactRecord], metadata: BundleMetadata) -> None:
-        self._asked = [(text, fact) for fact in facts for text in _wordings(fact)]
-        self._index = QuestionIndex([text for text, _ in self._asked])
-        self._gate_tasks = metadata.gate_tasks
-
-    def to(self, question: str) -> tuple[FactRecord, Comparison | None]:
-        """The last one, if none shares a word with it."""
-        found = self._index.find(question)
-        return (self._asked[-1][1], None) if found is None else (self._asked[found.number][1], found.comparison)
-
-    def why(self, fact: FactRecord, comparison: Comparison | None) -> str:
-        """Why it did not answer."""
-        if comparison is None:
-            return "no word in common"
-        if comparison.differs is not None:
-            return comparison.differs
-        return "another is nearer" if fact.task not in self._gate_tasks else f"the gate is closed for {fact.task!r}"
-
-
-def _miss(question: str, wrong: str | None, near: _Near | None, served: Mapping[str, FactRecord]) -> Miss:
-    if near is None:
-        found = None if wrong is None or wrong not in served else QuestionIndex(_wordings(served[wrong])).find(question)
-        words = ((), ()) if found is None else (found.comparison.missing, found.comparison.added)
-        return Miss(question, wrong, None, "no fact has its answer", *words, None)
-    fact, comparison = near.to(question)
-    words = ((), ()) if comparison is None else (comparison.missing, comparison.added)
-    why = near.why(fact, comparison)
-    return Miss(question, wrong, fact.id, why, *words, _wording(question, fact, comparison, served))
-
-
-def _wordings(fact: FactRecord) -> list[str]:
-    return [*fact.also, fact.question]
-
-
-def _wording(
-    question: str, fact: FactRecord, comparison: Comparison | None, served: Mapping[str, FactRecord]
-) -> str | None:
-    """The question itself, unless it is too long for one, or is another fact's."""
-    is_asked = comparison is not None and comparison.is_asked
-    if is_asked or len(question.encode()) > MAX_WORDING_BYTES or not has_words(question):
-        return None
-    words = same_words(question)
-    others = (each for each in served.values() if each.task == fact.task and each is not fact)
-    taken = any(same_words(text) == words for each in others for text in _wordings(each))
-    return None if taken else question
+def _miss(question: str, wrong: str | None, should: Sequence[FactRecord], gate_tasks: Sequence[str]) -> Miss:
+    if not should:
+        return Miss(question, wrong, None, "no fact has its answer")
+    found = StoredQuestions(should).candidates(question, has_media=False)
+    if found.by_words:
+        fact = should[found.by_words[0].number]
+        is_gated = fact.task in gate_tasks
+        return Miss(question, wrong, fact.id, f"the gate is closed for {fact.task!r}" if is_gated else "another counts")
+    if found.pairs:
+        return Miss(question, wrong, should[next(iter(found.pairs))].id, f"{REFUSED}, or nobody judges")
+    nearest = should[-1] if found.missed is None else should[found.missed.number]
+    return Miss(question, wrong, nearest.id, "few words in common" if found.missed is None else found.missed.why)
 
 
 def _question_of(example: Example) -> str:
@@ -131,11 +85,9 @@ def print_misses(missed: Sequence[Miss], most: int) -> None:
     wrong = sum(miss.answered_by is not None for miss in missed)
     more = "" if len(missed) <= most else f"; the first {most}"
     print(f"\n{len(missed) - wrong} questions that no fact answered and one should have, {wrong} by a wrong one{more}:")
-    table = Table("question", "answered by", "should be", "why not", "it does not say", "it says beyond", box=None)
-    table.add_column("wording to add")
+    table = Table("question", "answered by", "should be", "why not", box=None)
     for miss in missed[:most]:
-        cells = [miss.answered_by, miss.should, miss.why, ", ".join(miss.missing), ", ".join(miss.added), miss.wording]
-        table.add_row(_shown(miss.question), *(each or NOTHING for each in cells))
+        table.add_row(_shown(miss.question), *(each or NOTHING for each in (miss.answered_by, miss.should, miss.why)))
     print_table(table)
 
 

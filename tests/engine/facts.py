@@ -66,6 +66,6 @@ class Facts:
         return [] if fact is None else [self.served.bundles[name].metadata.facts[fact.number].id]
 
 
-def asked_about(pictures: Sequence[Image.Image], question: str = "What do we call this part, please?") -> list[Prompt]:
+def asked_about(pictures: Sequence[Image.Image], question: str = "Please tell me which part this is.") -> list[Prompt]:
     """A question about each picture."""
     return [Prompt(picture, question) for picture in pictures]

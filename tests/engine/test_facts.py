@@ -13,9 +13,10 @@ from vllm.exceptions import GenerationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.backbone.fact_reader import AskedQuestion
-from inducekv_vllm.backbone.stored_facts import StoredFacts
+from inducekv_vllm.backbone.stored_facts import StoredAnswers
 from inducekv_vllm.bundle import FactRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import BundleError, UnknownFact
+from inducekv_vllm.facts import AskedFacts
 from inducekv_vllm.frontend.offline import MemoryAnswer
 from selector.update.forget import without_entries
 from tests.engine.facts import OPTIONS, Facts
@@ -44,8 +45,8 @@ def fact(city: str, task: str = "codes", answer: str | None = None, **changes: A
 
 
 def asked(city: str) -> Prompt:
-    """In a wording that is not stored."""
-    return Prompt(None, f"Tell me which code {city} has, please!")
+    """In other letters, and politely."""
+    return Prompt(None, f"please tell me what the code of {city.lower()} is")
 
 
 @pytest.fixture(scope="module")
@@ -182,10 +183,12 @@ def test_an_answer_that_the_request_begins(facts: Facts) -> None:
 
 def test_the_nearest_fact_is_named_if_none_is_found(facts: Facts) -> None:
     facts.teach("missed", [fact(city) for city in CITIES])
-    (answer,) = facts.served.chat([Prompt(None, "What is the area code of Lima and its mayor?")], ["missed"], greedy())
+    question = Prompt(None, "What is the area code of Lima in 2024?")
+    (answer,) = facts.served.chat([question], ["missed"], greedy())
     assert answer.decision is not None
     assert answer.decision.missed is not None
-    assert answer.decision.missed.added == ("area", "mayor")
+    assert answer.decision.missed.why == "'2024' is in one of them alone"
+    assert answer.decision.missed.added == ("area", "2024")
 
 
 def test_behind_a_gate(facts: Facts) -> None:
@@ -254,16 +257,16 @@ def test_a_search_that_raises_ends_its_own_request(facts: Facts, monkeypatch: py
     for name, last_layer in (("raises in the pass", 1), ("raises after it", None)):
         bundle = gated_bundle(world, questions, ["a", "a"], last_layer, **silent_below(world, 1, 0))
         facts.teach(name, [fact(city, task="c") for city in CITIES], bundle)
-    find = StoredFacts.find
+    find = StoredAnswers.find
 
-    def raise_for_lima(self: StoredFacts, asks: AskedQuestion, *args: Any, **kwargs: Any) -> Any:
-        if "Lima" in asks.text:
+    def raise_for_lima(self: StoredAnswers, asked: AskedFacts, asks: AskedQuestion, *more: Any) -> Any:
+        if "lima" in asks.text.lower():
             raise KeyError("lima")
-        return find(self, asks, *args, **kwargs)
+        return find(self, asked, asks, *more)
 
     names = ["raises", "raises in the pass", "raises after it"]
     with monkeypatch.context() as patch:
-        patch.setattr(StoredFacts, "find", raise_for_lima)
+        patch.setattr(StoredAnswers, "find", raise_for_lima)
         for name in names:
             with pytest.raises(GenerationError, match=r"prompt 1: .* \(KeyError\)"):
                 facts.served.chat(questions[::-1], [name] * 2, greedy())

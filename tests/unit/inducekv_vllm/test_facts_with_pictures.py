@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from inducekv_vllm.backbone.fact_reader import AskedQuestion
 from inducekv_vllm.backbone.stored_facts import StoredQuestions
 from inducekv_vllm.bundle import PictureRecord
 from inducekv_vllm.files.picture import MAX_THUMBNAIL, decoded, digest_of, joined
@@ -77,7 +76,7 @@ def test_questions_about_one_picture_are_told_apart_by_their_words() -> None:
 
     def asked(text: str, picture: Image.Image | None, *, is_known: bool = True) -> list[str]:
         digest = digest_of(picture) if picture is not None and is_known else None
-        found = questions.candidates(AskedQuestion(text, picture is not None, "", digest))
+        found = questions.candidates(text, has_media=picture is not None, picture=digest)
         return [facts[each.number].id for each in found.by_words]
 
     assert asked("Please: what is this called?", RED) == ["red"]
@@ -88,6 +87,6 @@ def test_questions_about_one_picture_are_told_apart_by_their_words() -> None:
     assert asked("What is this called?", OTHERS[1]) == []
     assert asked("What is this called?", RED, is_known=False) == []
     assert asked("What is this called?", None) == ["words"]
-    missed = questions.candidates(AskedQuestion("What is this called?", True, "", digest_of(OTHERS[1]))).missed
+    missed = questions.candidates("What is this called?", has_media=True, picture=digest_of(OTHERS[1])).missed
     assert missed is not None
     assert missed.why == "it shows other pictures"

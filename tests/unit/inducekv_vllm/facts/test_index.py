@@ -1,4 +1,4 @@
-"""Which of many stored questions a request asks by words alone, and which it may ask: as comparing each of them tells."""
+"""Which of many stored questions a request asks by words alone, and which it may ask."""
 
 from __future__ import annotations
 
