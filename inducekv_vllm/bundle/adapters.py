@@ -70,12 +70,19 @@ def read_adapter(folder: Path) -> AdapterFiles:
     config, digest = read_config(folder)
     if (kind := config.get("peft_type")) != "LORA":
         raise BundleError(f"{folder / CONFIG}: expected the peft_type 'LORA', found {kind!r}")
-    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    ranks, alphas = _each(config, "r", "rank_pattern", folder), _each(config, "lora_alpha", "alpha_pattern", folder)
     if not all(isinstance(rank, int) and rank >= 1 for rank in ranks):
         raise BundleError(f"{folder / CONFIG}: expected positive ranks, found {ranks}")
-    alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
     is_scaled = any(alpha != 0 for alpha in alphas)
     return AdapterFiles(digest, max(ranks), _read_weights(folder / WEIGHTS, is_scaled=is_scaled))
+
+
+def _each(config: Mapping[str, Any], usual: str, pattern: str, folder: Path) -> list[Any]:
+    """The usual value of a setting, and those of modules that have their own."""
+    own = config.get(pattern) or {}
+    if not isinstance(own, Mapping):
+        raise BundleError(f"{folder / CONFIG}: {pattern} must be an object, found {own!r:.100}")
+    return [config.get(usual), *own.values()]
 
 
 def tensor_names(folder: Path) -> list[str]:

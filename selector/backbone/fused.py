@@ -26,15 +26,16 @@ def take_apart(attentions: Sequence[Any], num_heads: int, num_kv_heads: int, hea
             biases = [None] * 3 if fused.bias is None else torch.split(fused.bias, sizes)
             parts = [_linear(*part) for part in zip(torch.split(fused.weight, sizes), biases, strict=True)]
             attention.q_proj, attention.k_proj, attention.v_proj = parts
-            attention.qkv_proj = _Joined(parts)
+            attention.qkv_proj = Joined(parts)
 
 
-class _Joined(nn.Module):
+class Joined(nn.Module):
     """The projections' outputs, one behind the other. The attention has them as its own modules."""
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
         super().__init__()
         self._parts = tuple(parts)
+        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., d] to [..., H D + 2 J D]"""

@@ -18,6 +18,7 @@ from inducekv_vllm.bundle import AdapterRecord, Bundle, bundle_without_entries
 from inducekv_vllm.bundle.adapters import AdapterFiles, Matrix, read_adapter
 from inducekv_vllm.errors import BundleError
 
+from ..backbone.fused import Joined
 from ..backbone.loading import decoder
 from ..backbone.model import Backbone
 from ..gate.data import GateData
@@ -94,4 +95,6 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int] | None:
     """Outputs and inputs; None: it has no matrix."""
     if isinstance(module, torch.nn.Embedding):
         return module.embedding_dim, module.num_embeddings
-    return (module.out_features, module.in_features) if isinstance(module, torch.nn.Linear) else None
+    if isinstance(module, torch.nn.Linear | Joined):
+        return module.out_features, module.in_features
+    return None

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from inducekv_vllm.bundle import read_bundle
+from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.engines import Engines
 from server.pool import PoolSize
 from server.registry import BundleRegistry
 from server.state import ServerState
+from server.versions import TURN, Turn
 from tests.bundles import FINGERPRINT, random_bundle
 
 NAMES = ("a", "b", "c")
@@ -96,6 +99,23 @@ def begin(
     assert path is not None
     state = ServerState(path, keeps_bundles=config.state is not None)
     return BundleRegistry(Engines(workers, pool), models(), FINGERPRINT, state, config)
+
+
+def write_all(folder: Path, bundles: Mapping[str, Bundle]) -> Path:
+    """The bundles as files of their names; returns the folder."""
+    for name, bundle in bundles.items():
+        write_bundle(bundle, folder / f"{name}.safetensors")
+    return folder
+
+
+@contextmanager
+def in_turn(turn: Turn) -> Iterator[None]:
+    """Inside, what is asked is asked by the HTTP request whose turn it is."""
+    token = TURN.set(turn)
+    try:
+        yield
+    finally:
+        TURN.reset(token)
 
 
 async def end(registry: BundleRegistry) -> None:

@@ -24,7 +24,7 @@ from server.journal import STRANGERS
 from server.registry import BundleRegistry
 from server.state import StateError
 from tests.bundles import random_bundle
-from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
+from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end, write_all
 
 pytestmark = pytest.mark.anyio
 ADMIN = "admin at 10.0.0.7"
@@ -71,9 +71,7 @@ class Audited:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    for name, bundle in BUNDLES.items():
-        write_bundle(bundle, tmp_path / f"{name}.safetensors")
-    return tmp_path
+    return write_all(tmp_path, BUNDLES)
 
 
 async def test_every_change_is_recorded(files: Path) -> None:

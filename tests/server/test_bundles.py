@@ -148,25 +148,11 @@ class TestRefusals:
         self.refused(bundles.load("new", tmp_path / "nothing.safetensors"), "nothing.safetensors")
         self.refused(bundles.load("new", tmp_path), "not a regular file")
 
-    @pytest.mark.parametrize(
-        ("damage", "message"),
-        [
-            (lambda data: b"", "empty"),
-            (lambda data: data[: len(data) // 2], "truncated"),
-            (lambda data: (1 << 40).to_bytes(8, "little") + data[8:], "header"),
-            (lambda data: data[:-7] + bytes([data[-7] ^ 1]) + data[-6:], "digest"),
-            (lambda data: b"GIF89a" + data[6:], "header"),
-        ],
-        ids=["empty", "truncated", "oversized header", "bit flip", "another format"],
-    )
     @pytest.mark.parametrize("replacing", [False, True])
-    def test_of_damaged_files(
-        self, bundles: Bundles, world: World, tmp_path: Path, damage: Any, message: str, replacing: bool
-    ) -> None:
-        path = tmp_path / "damaged.safetensors"
-        path.write_bytes(damage(world.paths["other"].read_bytes()))
-        name = "first" if replacing else "new"
-        self.refused(bundles.load(name, path, replace=replacing), message)
+    def test_of_a_damaged_file(self, bundles: Bundles, world: World, tmp_path: Path, replacing: bool) -> None:
+        path, content = tmp_path / "damaged.safetensors", world.paths["other"].read_bytes()
+        path.write_bytes(content[:-7] + bytes([content[-7] ^ 1]) + content[-6:])
+        self.refused(bundles.load("first" if replacing else "new", path, replace=replacing), "digest")
 
     def test_of_another_backbone(self, bundles: Bundles, tmp_path: Path) -> None:
         path = tmp_path / "foreign.safetensors"

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from vllm.exceptions import RetryableRequestError
 
-from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import InduceKVError, UnknownBundle
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.pool import PoolSize
-from server.versions import TURN, Turn
+from server.versions import Turn
 from tests.bundles import random_bundle
-from tests.server.registries import Workers, begin, end
+from tests.server.registries import Workers, begin, end, in_turn, write_all
 
 pytestmark = pytest.mark.anyio
 CONTENTS = {name: random_bundle(seed=seed) for seed, name in enumerate(("m", "next", "other", "another"))}
@@ -58,14 +57,12 @@ class Life:
     async def ask(self, name: str, turn: Turn | None = None) -> str:
         """A request, and what it is answered by; it goes on until the end of its turn."""
         with contextlib.nullcontext(turn) if turn is not None else Turn() as turn:
-            token = TURN.set(turn)
             try:
-                await self.registry.bring(name)
-                lease = turn.enter_context(self.registry.lease(name))
+                with in_turn(turn):
+                    await self.registry.bring(name)
+                    lease = turn.enter_context(self.registry.lease(name))
             except UnknownBundle:
                 return "404"
-            finally:
-                TURN.reset(token)
             assert lease.memory.digest in self.workers.resident
             return next(content for content, digest in DIGEST.items() if digest == lease.memory.digest)
 
@@ -145,9 +142,7 @@ class Life:
 
 @pytest.fixture
 async def life(tmp_path: Path) -> AsyncIterator[Life]:
-    for name, bundle in CONTENTS.items():
-        write_bundle(bundle, tmp_path / f"{name}.safetensors")
-    life = Life(tmp_path)
+    life = Life(write_all(tmp_path, CONTENTS))
     yield life
     await end(life.registry)
 

@@ -30,9 +30,9 @@ from server.registry import BundleRegistry
 from server.requests import status_of
 from server.schemas import Change
 from server.state import ServerState, StateError
-from server.versions import TURN, Turn
+from server.versions import Turn
 from tests.bundles import FINGERPRINT, random_bundle
-from tests.server.registries import RUN, Workers, begin, end, models
+from tests.server.registries import RUN, Workers, begin, end, in_turn, models, write_all
 
 pytestmark = pytest.mark.anyio
 BUNDLES = {f"n{seed}": random_bundle(seed=seed) for seed in range(8)}
@@ -62,11 +62,8 @@ class Pool:
 
     async def begin(self, name: str, turn: Turn) -> None:
         """A request that runs until the end of its turn."""
-        token = TURN.set(turn)
-        try:
+        with in_turn(turn):
             await self.registry.bring(name)
-        finally:
-            TURN.reset(token)
         lease = turn.enter_context(self.registry.lease(name))
         assert NAME_OF[lease.memory.digest] == name
         assert lease.memory.digest in self.workers.resident
@@ -78,9 +75,7 @@ class Pool:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    for name, bundle in BUNDLES.items():
-        write_bundle(bundle, tmp_path / f"{name}.safetensors")
-    return tmp_path
+    return write_all(tmp_path, BUNDLES)
 
 
 @pytest.fixture
@@ -245,13 +240,9 @@ async def test_two_memories_of_a_request_that_never_fit_together_are_told_at_onc
         await pool.load("n0", pin=True)
         await pool.load("n1", "n2")
         for names in (("n1", "n2"), ("n2", "n1")):
-            with Turn() as turn:
-                token = TURN.set(turn)
-                try:
-                    with pytest.raises(CapacityError, match=r"'n1' does not fit .* the request's other memory"):
-                        await asyncio.wait_for(pool.registry.bring(*names), 10)
-                finally:
-                    TURN.reset(token)
+            told = r"'n1' does not fit .* the request's other memory"
+            with Turn() as turn, in_turn(turn), pytest.raises(CapacityError, match=told):
+                await asyncio.wait_for(pool.registry.bring(*names), 10)
             assert pool.resident == {"n0", "n2"}
         with Turn() as turn:
             await pool.begin("n2", turn)
@@ -302,15 +293,11 @@ async def test_requests_that_have_what_others_wait_for_do_not_wait_for_each_othe
     await pool.ask("n0", "n1")
 
     async def both(*names: str) -> None:
-        with Turn() as turn:
-            token = TURN.set(turn)
-            try:
-                await pool.registry.bring(*names)
-                for name in names:
-                    turn.enter_context(pool.registry.lease(name))
-                await asyncio.sleep(0.01)
-            finally:
-                TURN.reset(token)
+        with Turn() as turn, in_turn(turn):
+            await pool.registry.bring(*names)
+            for name in names:
+                turn.enter_context(pool.registry.lease(name))
+            await asyncio.sleep(0.01)
 
     await asyncio.gather(both("n0", "n2"), both("n1", "n3"))
     await end(pool.registry)
@@ -325,9 +312,8 @@ async def test_a_request_is_answered_though_its_name_gets_a_cold_version_meanwhi
         other = await pool.registry._reader.read("n0", str(files / "n2.safetensors"), None)
         async with pool.registry._changes.making(Change.LOAD, "n0", "resolver") as made:
             await made.serve_cold(other, "tag")
-        token = TURN.set(turn)
-        lease = turn.enter_context(pool.registry.lease("n0"))
-        TURN.reset(token)
+        with in_turn(turn):
+            lease = turn.enter_context(pool.registry.lease("n0"))
         assert NAME_OF[lease.memory.digest] == "n0"
     await asyncio.gather(*pool.registry.versions.background)
     await pool.registry.bring("n0")

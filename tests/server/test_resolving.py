@@ -22,9 +22,9 @@ from server import bringing, names, resolving
 from server.registry import BundleRegistry
 from server.resolvers import FolderResolver, resolver_of
 from server.resolving import Resolving
-from server.versions import TURN, Turn
+from server.versions import Turn
 from tests.bundles import remade
-from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end
+from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end, in_turn
 
 pytestmark = pytest.mark.anyio
 
@@ -260,8 +260,7 @@ async def test_a_name_that_finds_no_room_is_not_looked_up_again(
     found.workers.room = 1
     for name in "ab":
         put(folder, name, name)
-    with Turn() as turn:
-        TURN.set(turn)
+    with Turn() as turn, in_turn(turn):
         assert await found.ask("a") == "a"
         asked = found.calls(monkeypatch)
         with pytest.raises(RetryableRequestError, match=r"'b' could not be loaded in 0\.2 s"):

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from vllm.exceptions import RetryableRequestError
 
-from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import (
     BundleError,
     CapacityError,
@@ -30,7 +29,7 @@ from server.engines import Engines
 from server.registry import BundleRegistry
 from server.state import ServerState, Snapshot, StateError
 from tests.bundles import FINGERPRINT
-from tests.server.registries import BUNDLES, DIGEST, NAMES, RUN, Workers, end, models
+from tests.server.registries import BUNDLES, DIGEST, NAMES, RUN, Workers, end, models, write_all
 
 pytestmark = pytest.mark.anyio
 PROCESSES = 3
@@ -94,9 +93,7 @@ class Processes:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    for name, bundle in BUNDLES.items():
-        write_bundle(bundle, tmp_path / f"{name}.safetensors")
-    return tmp_path
+    return write_all(tmp_path, BUNDLES)
 
 
 @asynccontextmanager

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from vllm.exceptions import RetryableRequestError
 
-from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, UnknownBundle, VersionConflict
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server.registry import BundleRegistry
-from tests.server.registries import BUNDLES, DIGEST, NAMES, RUN, Workers, begin, end
+from tests.server.registries import BUNDLES, DIGEST, NAMES, RUN, Workers, begin, end, write_all
 
 pytestmark = pytest.mark.anyio
 
@@ -29,8 +28,7 @@ def served(registry: BundleRegistry, name: str = "m") -> str:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    for name, bundle in BUNDLES.items():
-        write_bundle(bundle, tmp_path / f"{name}.safetensors")
+    write_all(tmp_path, BUNDLES)
     return {name: str(tmp_path / f"{name}.safetensors") for name in NAMES}
 
 

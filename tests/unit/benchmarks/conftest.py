@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from selector.gate import fitting_set, training
+from tests.gates import small_fits
 from tests.tiny_models import save_tiny_llava
 
 
@@ -17,8 +18,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gates are fitted to a few of the everyday requests: what they tell apart is measured elsewhere."""
-    for name, count in {"REQUESTS": 60, "NEAR_MISSES": 2, "NOISE": 10}.items():
-        monkeypatch.setattr(fitting_set, name, count)
-    monkeypatch.setattr(training, "EPOCHS", 2)
+def quick_gates() -> Iterator[None]:
+    with small_fits():
+        yield

@@ -16,21 +16,23 @@ from inducekv_vllm.bundle.adapters import read_adapter
 from inducekv_vllm.errors import BundleError
 from selector.backbone.model import Backbone
 from selector.update.route import require_base
+from tests.tiny_families import FAMILIES
 
 LANGUAGE = "model.language_model.layers."  # as transformers has them in LLaVA
 TOWER = "model.vision_tower.encoder.layers."
+USUAL: dict[str, Any] = {"scale": 1.0, "wider": 1, "ends": ("q_proj", "v_proj")}  # B's numbers, A's inputs
 
 
 def adapter(backbone: Backbone, folder: Path, name: Callable[[str], str], of: str = LANGUAGE, **changed: Any) -> Path:
-    """A random adapter of the query and value projections beneath `of`, with other names.
+    """A random adapter of some projections beneath `of`, with other names.
 
     Args:
-        changed: `scale` of the matrices B, `wider` inputs, and what else the configuration says.
+        changed: from `USUAL`, and what else the configuration says.
     """
-    scale, wider = changed.pop("scale", 1.0), changed.pop("wider", 1)
+    scale, wider, ends = (changed.pop(name, usual) for name, usual in USUAL.items())
     tensors = {}
     for path, module in backbone.model.named_modules():
-        if path.startswith(of) and path.endswith(("q_proj", "v_proj")):
+        if path.startswith(of) and path.endswith(ends):
             tensors[f"{name(path)}.lora_A.weight"] = torch.randn(4, wider * module.in_features)
             tensors[f"{name(path)}.lora_B.weight"] = scale * torch.randn(module.out_features, 4)
     assert tensors
@@ -44,6 +46,13 @@ def adapter(backbone: Backbone, folder: Path, name: Callable[[str], str], of: st
 def test_an_adapter_of_the_language_model_is_taken(layers: str, llava: Backbone, tmp_path: Path) -> None:
     found = adapter(llava, tmp_path / "a", lambda path: f"base_model.model.{path.replace(LANGUAGE, layers)}")
     require_base(llava, read_adapter(found), "the adapter")
+
+
+def test_projections_in_one_are_adapted_together(tmp_path: Path) -> None:
+    """Phi-3's `qkv_proj`, which is taken apart here, and served whole."""
+    phi = Backbone.load(FAMILIES["phi3"](tmp_path / "phi3"))
+    found = adapter(phi, tmp_path / "a", lambda path: f"base_model.model.{path}", "model.layers.", ends=("qkv_proj",))
+    require_base(phi, read_adapter(found), "the adapter")
 
 
 @pytest.mark.parametrize(
@@ -77,4 +86,21 @@ def test_an_adapter_that_changes_nothing_is_refused(changed: dict[str, Any], lla
     """As PEFT makes one before its first step."""
     folder = adapter(llava, tmp_path / "a", lambda path: f"base_model.model.{path}", **changed)
     with pytest.raises(BundleError, match=r"adapter_model.safetensors: the LoRA adapter changes nothing: its products"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"peft_type": "IA3"}, "expected the peft_type 'LORA', found 'IA3'"),
+        ({"r": 0}, r"expected positive ranks, found \[0\]"),
+        ({"rank_pattern": {"v_proj": "2"}}, r"expected positive ranks, found \[4, '2'\]"),
+        ({"rank_pattern": ["v_proj"]}, r"rank_pattern must be an object, found \['v_proj'\]"),
+    ],
+)
+def test_what_is_no_configuration_of_lora_is_named(
+    changed: dict[str, Any], problem: str, llava: Backbone, tmp_path: Path
+) -> None:
+    folder = adapter(llava, tmp_path / "a", lambda path: f"base_model.model.{path}", **changed)
+    with pytest.raises(BundleError, match=f"adapter_config.json: {problem}"):
         read_adapter(folder)
