@@ -18,7 +18,7 @@ from .bundle.plain_text import found_beside_text
 from .bundle.source import source_digest_of
 from .errors import BundleError, CapacityError, TaskDataError, UnknownFact
 from .facts import MOST_CHARACTERS, has_words
-from .facts.index import key_of_stored
+from .facts.index import kept_of, key_of_stored
 from .facts.question import Key
 
 DEFAULT_TASK: Final = "facts"
@@ -78,6 +78,7 @@ class Report:
     corrected: tuple[str, ...] = ()  # of `ids`, those that asked or answered something else before
     dropped: tuple[str, ...] = ()  # earlier ones that had to go, in a full bundle
     replaced: tuple[str, ...] = ()  # those that do not count any more: one of `ids` has the same question
+    returned: tuple[str, ...] = ()  # those that count again: the one in their place was forgotten
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def forgotten(before: Bundle, ids: Collection[str]) -> Taught:
     kept = tuple(fact for fact in facts if fact.id not in ids)
     if not kept and not before.num_entries and not before.metadata.task_adapters:
         raise BundleError(f"all {len(facts)} facts would be forgotten, and a bundle needs one: unload it instead")
-    return Taught(_with_facts(before, kept, before.metadata.settings), Report(tuple(ids), len(kept)))
+    still = replaced_by(kept)
+    returned = tuple(old for old, newer in replaced_by(facts).items() if newer in ids and old not in {*ids, *still})
+    return Taught(_with_facts(before, kept, before.metadata.settings), Report(tuple(ids), len(kept), returned=returned))
 
 
 def _lately_used(
@@ -212,6 +215,11 @@ def _check_texts(fact: FactRecord, reader: FactReader) -> None:
     for text in (fact.question, *fact.also):
         if not has_words(text):
             raise TaskDataError(f"example {fact.id!r}: expected a question with words, found {text!r:.100}")
+        if fact.picture is None and kept_of(text).needs_context:
+            raise TaskDataError(
+                f"example {fact.id!r}: {text!r:.100} stands on what was said before it, and would be answered in any "
+                'conversation: write what it is about, such as "How old is Ana Ruiz?" for "How old is she?"'
+            )
         if len(text) > MOST_CHARACTERS:
             raise TaskDataError(
                 f"example {fact.id!r}: its question has {len(text)} characters, expected at most {MOST_CHARACTERS}"

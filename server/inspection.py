@@ -12,12 +12,13 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 
 import inducekv_vllm
+from inducekv_vllm.backbone.judged import Judged
 from inducekv_vllm.bundle import FORMAT_VERSION
 from inducekv_vllm.frontend.owner import OWNER
 
 from .registry import PAGE
 from .requests import TAG, KeyToSeeMore, access_of, error_answer, errors, registry_of
-from .schemas import BundleState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
+from .schemas import BundleState, JudgeState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
 
 router = APIRouter(tags=[TAG])
 MODELS: Final = "/v1/models"
@@ -101,10 +102,24 @@ async def memory_trace(
 
 
 @router.get("/v1/memory_server", summary="Show the versions of this server")
-async def memory_server() -> MemoryServer:
-    """The versions of InduceKV and vLLM, and which bundles they can load."""
+async def memory_server(request: Request) -> MemoryServer:
+    """The versions of InduceKV and vLLM, which bundles they can load, and what the model is worth as a judge."""
     return MemoryServer(
-        version=inducekv_vllm.__version__, vllm_version=vllm.__version__, bundle_formats=[FORMAT_VERSION]
+        version=inducekv_vllm.__version__,
+        vllm_version=vllm.__version__,
+        bundle_formats=[FORMAT_VERSION],
+        judge=_judge(request.app.state.inducekv_engine.facts.judged),
+    )
+
+
+def _judge(judged: Judged | None) -> JudgeState | None:
+    if judged is None or not judged.is_asked:
+        return None
+    if (ability := judged.ability) is None:
+        return JudgeState(is_able=None, threshold=None, auroc=None, found=None, passed=None)
+    found, passed = judged.prices
+    return JudgeState(
+        is_able=judged.may_judge, threshold=judged.threshold, auroc=ability.auroc, found=found, passed=passed
     )
 
 

@@ -111,6 +111,8 @@ def add_flags(group: Any) -> None:
     add("--memory-state", "state", "FILE", text, type=_absolute)
     text = "record in the state file which bundle and entries each answer used, too"
     add("--memory-audit-answers", "audit_answers", None, text, action="store_const", const=True)
+    text = "say a fact from these log-odds on that a request asks for it in other words; measured if not given"
+    add("--memory-judge-threshold", "judge_threshold", "ODDS", text, type=float)
     text = f"room for loaded bundles, in entries of 8 tokens, taken at start; {DEFAULT_POOL_ENTRIES} if not given"
     add("--memory-pool-entries", "memory_pool_entries", "N", text, type=int)
     text = f"bytes of host memory for bundles that have left the pool; {DEFAULT_HOST_BYTES} if not given"

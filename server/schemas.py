@@ -229,6 +229,14 @@ class TaughtBundle(BaseModel):
     superseded: list[str] = Field(
         default=[], description="Ids of examples that do not count any more: one of these has the same question."
     )
+    returned: list[str] = Field(
+        default=[], description="Ids of examples that count again: the one in their place was forgotten."
+    )
+    resembles: dict[str, list[str]] = Field(
+        default={},
+        description="By the ids of new examples, those of earlier ones with other answers that the served model takes "
+        "for the same question. Both count.",
+    )
     facts: int = Field(description="Facts of the bundle now.")
 
 
@@ -378,6 +386,16 @@ class MemoryTrace(BaseModel):
     traces: list[dict[str, Any]] = Field(description="One trace for each prompt or turn of the response.")
 
 
+class JudgeState(BaseModel):
+    """The served model as a judge of whether two questions are one, on pairs that come with InduceKV."""
+
+    is_able: bool | None = Field(description="Null while it is measured.")
+    threshold: float | None = Field(description="Log-odds from which on a stored answer is said.")
+    auroc: float | None = Field(description="That it ranks a pair of one question above one of two.")
+    found: float | None = Field(description="The share of pairs of one question that pass the threshold.")
+    passed: float | None = Field(description="The share of the others that do.")
+
+
 class MemoryServer(BaseModel):
     """Response of GET /v1/memory_server."""
 
@@ -385,3 +403,6 @@ class MemoryServer(BaseModel):
     version: str = Field(description="The version of InduceKV.", examples=["0.2.0"])
     vllm_version: str = Field(description="The version of vLLM.", examples=["0.32.0"])
     bundle_formats: list[int] = Field(description="The versions of the bundle format that can be loaded.")
+    judge: JudgeState | None = Field(
+        description="Whether the served model judges other wordings of facts; null until a request may ask for one."
+    )

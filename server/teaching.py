@@ -12,13 +12,13 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.bundle import Bundle, FactRecord, PictureRecord
-from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownFact
+from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownBundle, UnknownFact
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.pictures import is_picture
 from inducekv_vllm.teaching import Taught, fact_of, forgotten, taught
 
 from .bodies import MemoryRoute
-from .registry import ChangedFacts
+from .registry import BundleRegistry, ChangedFacts
 from .requests import (
     CHANGE_ERRORS,
     NO_PATH,
@@ -59,15 +59,15 @@ ExampleId = Annotated[str, Path(description="The id of an example.", examples=["
 async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) -> TaughtBundle:
     """Make the next version of the bundle, or its first one; it serves when the answer comes. Nothing is trained."""
     facts = await _facts(body.examples, request.app.state.inducekv_engine)
-    registry = registry_of(request)
+    registry, engine = registry_of(request), request.app.state.inducekv_engine
     last_used = await registry.journal.uses(name)
+    resembled = await _resembled(engine, registry, name, facts)
 
     def make(bundle: Bundle | None, reader: FactReader) -> Taught:
         return taught(bundle, facts, reader, body.budget_bytes, when_full=body.when_full, last_used=last_used)
 
-    return _answer(
-        await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
-    )
+    changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
+    return _answer(changed, resembled)
 
 
 @router.get(
@@ -168,6 +168,16 @@ async def _facts(examples: Sequence[TaughtExample], engine: MemoryEngine) -> lis
     return facts
 
 
+async def _resembled(
+    engine: MemoryEngine, registry: BundleRegistry, name: str, facts: Sequence[FactRecord]
+) -> dict[str, list[str]]:
+    try:
+        memory = await asyncio.to_thread(registry.memory, name)
+    except UnknownBundle:  # the first version of a name
+        return {}
+    return await engine.facts.resembled(memory, facts)
+
+
 async def _asked(messages: Sequence[ExampleMessage], example: str, engine: MemoryEngine) -> Asked:
     """The text of the one user message, and its pictures, if it has any.
 
@@ -210,7 +220,7 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
     )
 
 
-def _answer(changed: ChangedFacts) -> TaughtBundle:
+def _answer(changed: ChangedFacts, resembled: dict[str, list[str]] | None = None) -> TaughtBundle:
     card, report = changed.card, changed.report
     return TaughtBundle(
         name=card.name,
@@ -218,5 +228,7 @@ def _answer(changed: ChangedFacts) -> TaughtBundle:
         ids=list(report.ids),
         forgotten=list(report.dropped),
         superseded=list(report.replaced),
+        returned=list(report.returned),
+        resembles=resembled or {},
         facts=report.facts,
     )

@@ -12,10 +12,11 @@ from cachetools import LRUCache
 from transformers import PreTrainedTokenizerBase
 
 from ..facts import Pair
-from ..facts.judge import Ability, JudgePrompt, ability, known_pairs
+from ..facts.judge import ENOUGH, Ability, JudgePrompt, ability, is_hopeless, known_pairs, prices
 
 KEPT_PAIRS: Final = 1 << 16
 NOT_MEASURED: Final = "it is measured now whether the model can judge other wordings"
+NO_ROOM: Final = "the model's context has no room for the judge's question"
 NOT_ABLE: Final = "the model cannot judge other wordings"
 Prompts = list[list[int]]  # in tokens
 
@@ -23,12 +24,21 @@ Prompts = list[list[int]]  # in tokens
 class Judged:
     """See the module docstring. Whoever asks the model tells it what was said."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, threshold: float | None = None) -> None:
-        """`threshold` of log-odds, instead of the measured one."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, threshold: float | None = None, context: int | None = None
+    ) -> None:
+        """
+        Args:
+            threshold: of log-odds, instead of the measured one.
+            context: tokens that the model takes; None: enough.
+        """
         self.prompt = JudgePrompt(tokenizer)
+        self._has_room = context is None or self.prompt.most_tokens < context
         self._threshold = threshold
         self._odds: LRUCache[Pair, float] = LRUCache(KEPT_PAIRS)
         self.ability: Ability | None = None  # None until it is measured
+        self.is_asked = False  # whether it has to be
+        self._measured: list[float] = []  # the odds of the known pairs
 
     @property
     def threshold(self) -> float:
@@ -37,12 +47,24 @@ class Judged:
     @property
     def may_judge(self) -> bool:
         """An operator's threshold stands for what is measured."""
-        return self.ability is not None and (self.ability.is_able or self._threshold is not None)
+        is_able = self._threshold is not None or (self.ability is not None and self.ability.is_able)
+        return is_able and self._has_room
 
     @property
     def why_not(self) -> str:
         """Why it does not judge."""
+        if not self._has_room:
+            return NO_ROOM
         return NOT_MEASURED if self.ability is None else NOT_ABLE
+
+    @property
+    def is_to_be_measured(self) -> bool:
+        return self.ability is None and self._has_room
+
+    @property
+    def prices(self) -> tuple[float, float]:
+        """The shares of the known pairs of one question, and of two, that pass the threshold."""
+        return prices(self._measured, self.threshold)
 
     def new(self, pairs: Iterable[Pair]) -> list[Pair]:
         """Those that have to be asked."""
@@ -59,17 +81,38 @@ class Judged:
     def known(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
         return {pair: self._odds[pair] for pair in pairs if pair in self._odds}
 
+    def measure(self, ask: Callable[[Prompts], Sequence[float]]) -> None:
+        """Ask about known pairs, until it is clear."""
+        odds = list[float]()
+        for part in self.parts():
+            odds += ask(self.prompts(part))
+            if self.is_hopeless(odds):
+                break
+        self.measured(odds)
+
+    @staticmethod
+    def parts() -> list[list[Pair]]:
+        """What a model is measured on, to be asked part by part."""
+        pairs = [each.pair for each in known_pairs()]
+        return [pairs[at : at + ENOUGH] for at in range(0, len(pairs), ENOUGH)]
+
+    @staticmethod
+    def is_hopeless(odds: Sequence[float]) -> bool:
+        """Whether the odds of the first prompts tell already that the model is not able."""
+        return is_hopeless(_smaller(odds))
+
     def measured(self, odds: Sequence[float]) -> Ability:
-        """From the odds of the prompts of `known_pairs`."""
-        self.ability = ability(_smaller(odds))
+        """From the odds of the prompts of the first of `known_pairs`."""
+        self._measured = _smaller(odds)
+        self.ability = ability(self._measured)
         return self.ability
 
     def odds(self, pairs: Sequence[Pair], ask: Callable[[Prompts], Sequence[float]]) -> dict[Pair, float]:
         """Of pairs, if the model is able, which is measured the first time."""
         if not pairs:
             return {}
-        if self.ability is None:
-            self.measured(ask(self.prompts([each.pair for each in known_pairs()])))
+        if self.is_to_be_measured and not self.may_judge:
+            self.measure(ask)
         if self.may_judge and (new := self.new(pairs)):
             self.take(new, ask(self.prompts(new)))
         return self.known(pairs)

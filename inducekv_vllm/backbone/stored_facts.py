@@ -15,7 +15,7 @@ from typing import Final
 
 from ..bundle import BundleMetadata, FactRecord
 from ..facts import AskedFact, AskedFacts, FactFound, FactMissed, Found, Pair, QuestionIndex
-from ..facts.index import key_of_stored
+from ..facts.index import kept_of, key_of_stored
 from ..facts.judge import can_be_asked
 from .fact_reader import AskedQuestion, FactReader
 
@@ -112,12 +112,27 @@ class StoredQuestions:
         found = (of_task for task in self._gated for of_task in task.named(text, now))
         return tuple(AskedFact(number, each.comparison.closeness) for number, each in found)
 
+    def resembled(self, fact: FactRecord) -> Candidates:
+        """The facts with another answer that a new one's question may ask for."""
+        found = self.candidates(fact.question, has_media=fact.picture is not None, picture=fact.shown)
+        pairs = {number: pair for number, pair in found.pairs.items() if self._is_other(number, fact)}
+        return Candidates((), found.near, pairs)
+
+    def _is_other(self, number: int, fact: FactRecord) -> bool:
+        old = self._facts[number]
+        return old.id != fact.id and old.answer != fact.answer and old.task == fact.task and old.shown == fact.shown
+
     def _questions(self, belongs: Callable[..., bool]) -> _Questions:
         return _Questions(self._facts, [number for number, fact in enumerate(self._facts) if belongs(fact)])
 
 
 def _is_of(task: str, fact: FactRecord) -> bool:
     return fact.task == task and fact.picture is None
+
+
+def _needs_context(fact: FactRecord) -> bool:
+    """Nothing that stands on a conversation is said in another one."""
+    return fact.picture is None and kept_of(fact.question).needs_context
 
 
 def _same(found: Mapping[int, Found]) -> tuple[AskedFact, ...]:
@@ -141,6 +156,7 @@ class _Questions:
         """`numbers` are those of the facts. Of equal questions about several pictures, any stands for all."""
         self._facts = facts
         questions = {number: (facts[number].task, key_of_stored(facts[number].question)) for number in numbers}
+        questions = {number: each for number, each in questions.items() if not _needs_context(facts[number])}
         newest = {(*question, facts[number].shown): number for number, question in questions.items()}
         asked = {
             (facts[number].task, key_of_stored(text)): (text, number)

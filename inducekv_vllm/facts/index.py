@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from ..pace import rest
 from .language import Language, language_of
-from .question import Key, Question, key_of, read
+from .question import Key, Question, key_of, needs_context, read
 from .rule import SAME, Comparison, compare, compare_names
 
 COMPARED: Final = 16  # stored questions, of those that share most
@@ -132,6 +132,7 @@ class Kept(NamedTuple):
     language: Language
     key: Key
     terms: tuple[str, ...]  # their keys
+    needs_context: bool
 
 
 @lru_cache(CACHED_QUESTIONS)  # the next version of a bundle has most of the questions of this one
@@ -139,7 +140,7 @@ def kept_of(text: str) -> Kept:
     """Of a question in the language that it is written in."""
     language = language_of(text)
     question = read(text, language)
-    return Kept(language, question.key, tuple(question.terms))
+    return Kept(language, question.key, tuple(question.terms), needs_context(question, text, language))
 
 
 def key_of_stored(text: str) -> Key:

@@ -32,6 +32,8 @@ ABILITY: Final = Path(__file__).parent / "judge_pairs.jsonl"
 MOST_JUDGED: Final = 300  # characters of a question
 LEAST_AUROC: Final = 0.95
 MOST_PASSED: Final = 0.01  # of the pairs that are two questions
+ENOUGH: Final = 40  # pairs
+HOPELESS: Final = 0.75  # AUROC of so many
 LEAST_ODDS: Final = 0.0  # a threshold is not below it, whatever the pairs say
 _OWN_WORDS: Final = re.compile(r"\bquestions? [12ab]\b|\bsame (answer|question)\b|\breply\b.*\b(yes|no)\b", re.I)
 _QUOTES: Final = str.maketrans({'"': "'", "“": "'", "”": "'", "„": "'", "«": "'", "»": "'"})
@@ -72,6 +74,11 @@ class JudgePrompt:
         if code not in self._heads:
             self._heads[code] = self._tokens(self._head(code))
         return [*self._heads[code], *self._tokens(self._form(pair))]
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt; a question's characters are no more tokens."""
+        return len(self.token_ids(Pair("?", "?"))) + 2 * MOST_JUDGED
 
     def _head(self, code: str) -> str:
         examples = self._described["examples"].get(code) or self._described["examples"]["en"]
@@ -121,20 +128,36 @@ def _known(pair: Pair, is_same: bool) -> KnownPair:
     return KnownPair(pair, is_same, not compared.is_same and compared.differs is None)
 
 
-def ability(odds: Sequence[float]) -> Ability:
-    """From the odds of `known_pairs`, in their order."""
-    known = list(zip(odds, known_pairs(), strict=True))
-    same, other = ([each for each, pair in known if pair.is_same is is_same] for is_same in (True, False))
+def auroc(odds: Sequence[float]) -> float:
+    """That a pair of one question ranks above one of two, among the first of `known_pairs`."""
+    same, other = _apart(odds)
     ranked = sum((one > two) + 0.5 * (one == two) for one in same for two in other)
+    return ranked / (len(same) * len(other))
+
+
+def is_hopeless(odds: Sequence[float]) -> bool:
+    """Whether the first of `known_pairs` tell already that a model is not able."""
+    return len(odds) >= ENOUGH and auroc(odds) < HOPELESS
+
+
+def ability(odds: Sequence[float]) -> Ability:
+    """From the odds of `known_pairs`, in their order; of the first of them, if these are enough."""
+    known = list(zip(odds, known_pairs(), strict=False))
     passing = sorted((each for each, pair in known if pair.is_open and not pair.is_same), reverse=True)
-    highest = passing[int(MOST_PASSED * len(other))]
+    highest = passing[int(MOST_PASSED * len(_apart(odds)[1]))]
     threshold = max(math.nextafter(highest, math.inf), LEAST_ODDS)
-    return Ability(ranked / (len(same) * len(other)), threshold, *prices(odds, threshold))
+    return Ability(auroc(odds), threshold, *prices(odds, threshold))
+
+
+def _apart(odds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Those of pairs of one question, and of two."""
+    known = list(zip(odds, known_pairs(), strict=False))
+    return [each for each, pair in known if pair.is_same], [each for each, pair in known if not pair.is_same]
 
 
 def prices(odds: Sequence[float], threshold: float) -> tuple[float, float]:
     """The shares of the known pairs of one question, and of two, that are answered with a threshold."""
-    passed = [pair for each, pair in zip(odds, known_pairs(), strict=True) if pair.is_open and each >= threshold]
-    same = sum(pair.is_same for pair in known_pairs())
+    passed = [pair for each, pair in zip(odds, known_pairs(), strict=False) if pair.is_open and each >= threshold]
+    same, other = map(len, _apart(odds))
     found = sum(pair.is_same for pair in passed)
-    return found / same, (len(passed) - found) / (len(known_pairs()) - same)
+    return found / same, (len(passed) - found) / other

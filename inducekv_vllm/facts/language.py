@@ -54,6 +54,11 @@ class Language:
         self.particles, self.negating = self._listed(described["particles"]), self._listed(described["negating"])
         self.telling = self._listed(described["telling"]) | self.particles | self.negating
         self.asking, self.supporting = (self._listed(described.get(each, "")) for each in ("asking", "supporting"))
+        context = described.get("context", {})
+        self.leading, self.personal, self.referring, self.addressing = (
+            self._listed(context.get(each, "")) for each in ("leading", "personal", "referring", "addressing")
+        )
+        self._follows = re.compile(context["follows"], re.I) if "follows" in context else re.compile(_NOTHING)
         self.tenses = [self._listed(each) for each in described["tenses"]]
         self.opposite = tuple(described["opposite"].split())
         self._requests, self._counts = int(counted.get("requests", 0)), dict(counted.get("stems", {}))
@@ -76,6 +81,10 @@ class Language:
         if not self.is_spaced:
             return frozenset(word for word in listed if word in plain)
         return listed & {word.text for word in words_of(plain)}
+
+    def follows(self, plain: str) -> bool:
+        """Whether a text begins like an answer, or like a question that follows another one."""
+        return self._follows.match(plain.strip()) is not None
 
     def is_function_word(self, word: str) -> bool:
         return (

@@ -68,6 +68,19 @@ def _key(words: list[Word], language: Language) -> Key:
     return (*(word for word in kept if word not in language.moving), "", *moving)
 
 
+def needs_context(question: Question, text: str, language: Language) -> bool:
+    """Whether a question stands on the turns before it: "And for Lyon?", "How old is he?", "Why?"."""
+    plain = language.plain(normalised(_shortened(text)))
+    words = [word.text for word in words_of(plain)]
+    is_named = any(term.is_name or term.is_exact for term in question.terms.values())
+    if not words or words[0] in language.leading or language.follows(plain):
+        return True
+    if not question.terms:
+        return not language.addressing & set(words)
+    refers = not is_named and len(question.terms) < 3 and language.said(language.personal, plain)
+    return bool(refers) or (not is_named and len(question.terms) < 2 and bool(language.said(language.referring, plain)))
+
+
 def _shortened(text: str) -> str:
     """What is read of a text: all of it, or its beginning and its end."""
     if len(text) <= MOST_CHARACTERS:

@@ -16,9 +16,8 @@ from vllm.outputs import RequestOutput
 from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.judged import Judged
 from ..backbone.stored_facts import NO_ANSWER
-from ..bundle import BackboneFingerprint
+from ..bundle import BackboneFingerprint, FactRecord
 from ..facts import NO_FACTS, AskedFacts, Pair
-from ..facts.judge import known_pairs
 from ..vllm_seams.logs import logger_of
 from .judging import judge_params, odds_in
 from .pictures import shown_in
@@ -39,7 +38,7 @@ class FactFinder:
         self._started: asyncio.Task[tuple[FactReader, FactJudge]] | None = None
 
     @property
-    def judge(self) -> Judged | None:
+    def judged(self) -> Judged | None:
         """None before the first request to a memory with facts."""
         if (started := self._started) is None or not started.done() or started.exception() is not None:
             return None
@@ -55,17 +54,42 @@ class FactFinder:
         """
         if not any(memory.metadata.facts for memory in memories):
             return tuple(NO_FACTS for _ in memories)
-        if self._started is None:
-            self._started = asyncio.create_task(asyncio.to_thread(self._start, memories[0].metadata.backbone))
-        if not self._started.done():
+        if self.judged is None:
             before_waiting()
-        reader, judge = await asyncio.shield(self._started)
+        reader, judge = await self.started(memories[0])
         question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"], shown_in(prompt))
         return tuple([await self._of(memory, question, judge, before_waiting) for memory in memories])
 
+    async def resembled(self, memory: ServedBundle, facts: Sequence[FactRecord]) -> dict[str, list[str]]:
+        """By the ids of new facts, those of facts with other answers that the judge takes for the same question.
+
+        Nothing of facts about pictures, and nothing while it is not known whether the model can judge.
+        """
+        if not memory.metadata.facts:
+            return {}
+        _, judge = await self.started(memory)
+        judge.begin_measuring()
+        if not judge.judged.may_judge:
+            return {}
+        questions = await memory.stored_questions()
+        found = {fact.id: questions.resembled(fact) for fact in facts if fact.picture is None}
+        odds = await judge.odds([pair for each in found.values() for pair in each.pairs.values()])
+        old = memory.metadata.facts
+        named = {
+            id: [old[fact.number].id for fact in each.settled(odds, judge.judged.threshold).facts]
+            for id, each in found.items()
+        }
+        return {id: ids for id, ids in named.items() if ids}
+
+    async def started(self, memory: ServedBundle) -> tuple[FactReader, FactJudge]:
+        """How the prompts of a memory's model are read, and its judge."""
+        if self._started is None:
+            self._started = asyncio.create_task(asyncio.to_thread(self._start, memory.metadata.backbone))
+        return await asyncio.shield(self._started)
+
     def _start(self, backbone: BackboneFingerprint) -> tuple[FactReader, FactJudge]:
         reader = FactReader.of_engine(self._client.vllm_config, backbone)
-        return reader, FactJudge(self._generate, Judged(reader.tokenizer, self._threshold))
+        return reader, FactJudge(self._generate, Judged(reader.tokenizer, self._threshold, reader.context))
 
     async def _of(
         self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge, before_waiting: Callable[[], None]
@@ -106,15 +130,19 @@ class FactJudge:
 
     def begin_measuring(self) -> None:
         """In the background, once."""
-        if self._measuring is None:
+        if self._measuring is None and self.judged.is_to_be_measured:
+            self.judged.is_asked = True
             self._measuring = asyncio.create_task(self._measure())
             self._measuring.add_done_callback(_log_failure)
 
     async def _measure(self) -> None:
-        prompts = self.judged.prompts([each.pair for each in known_pairs()])
         odds = list[float]()
-        for at in range(0, len(prompts), MEASURED_AT_ONCE):
-            odds += await self._asked(prompts[at : at + MEASURED_AT_ONCE])
+        for part in self.judged.parts():
+            prompts = self.judged.prompts(part)
+            for at in range(0, len(prompts), MEASURED_AT_ONCE):
+                odds += await self._asked(prompts[at : at + MEASURED_AT_ONCE], goes_first=False)
+            if self.judged.is_hopeless(odds):
+                break
         found = self.judged.measured(odds)
         logger.info(
             "the model %s other wordings of facts: AUROC %.3f, of the package's pairs it finds %.0f%% at a threshold "
@@ -126,13 +154,13 @@ class FactJudge:
             100 * found.passed,
         )
 
-    async def _asked(self, prompts: Sequence[list[int]]) -> list[float]:
-        return await asyncio.gather(*map(self._answer, prompts))
+    async def _asked(self, prompts: Sequence[list[int]], *, goes_first: bool = True) -> list[float]:
+        return await asyncio.gather(*(self._answer(prompt, goes_first) for prompt in prompts))
 
-    async def _answer(self, token_ids: list[int]) -> float:
+    async def _answer(self, token_ids: list[int], goes_first: bool) -> float:
         prompt = self.judged.prompt
-        outputs = self._generate(tokens_input(token_ids), judge_params(prompt), f"judge-{uuid4()}")
-        async with contextlib.aclosing(outputs):
+        params = judge_params(prompt, goes_first=goes_first)
+        async with contextlib.aclosing(self._generate(tokens_input(token_ids), params, f"judge-{uuid4()}")) as outputs:
             async for output in outputs:
                 if output.finished:
                     return odds_in(output, prompt)

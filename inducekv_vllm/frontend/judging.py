@@ -9,11 +9,10 @@ from ..facts.judge import JudgePrompt, log_odds
 from ..protocol import JUDGE
 
 
-def judge_params(prompt: JudgePrompt) -> SamplingParams:
-    """Of a request with one of its prompts."""
-    return SamplingParams(
-        max_tokens=1, temperature=0, logprob_token_ids=[prompt.yes, prompt.no], extra_args={JUDGE: True}
-    )
+def judge_params(prompt: JudgePrompt, *, goes_first: bool = True) -> SamplingParams:
+    """Of a request with one of its prompts; nobody waits for it, if it does not go first."""
+    extra = {JUDGE: True} if goes_first else None
+    return SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=[prompt.yes, prompt.no], extra_args=extra)
 
 
 def odds_in(output: RequestOutput, prompt: JudgePrompt) -> float:

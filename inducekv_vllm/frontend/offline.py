@@ -291,7 +291,7 @@ class MemoryLLM:
 
     @cached_property
     def _judged(self) -> Judged:
-        return Judged(self._facts.tokenizer, self.config.judge_threshold)
+        return Judged(self._facts.tokenizer, self.config.judge_threshold, self._facts.context)
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None

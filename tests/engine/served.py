@@ -92,7 +92,7 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serve_world(world: World) -> AsyncIterator[Served]:
+async def serve_world(world: World, max_model_len: int = 256) -> AsyncIterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -100,7 +100,7 @@ async def serve_world(world: World) -> AsyncIterator[Served]:
             AsyncEngineArgs(
                 model=str(world.model),
                 dtype="float32",
-                max_model_len=256,
+                max_model_len=max_model_len,
                 max_num_seqs=4,
                 enforce_eager=True,
                 worker_cls=WORKER_CLS,

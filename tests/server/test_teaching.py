@@ -53,7 +53,7 @@ def example(city: str, **changes: Any) -> dict[str, Any]:
 
 
 def asked(city: str) -> str:
-    return f"Tell me which code {city} has, please!"
+    return f"please tell me what the code of {city.upper()} is"
 
 
 @contextmanager

@@ -7,5 +7,4 @@ seeds_table.py   how it prints what it finds
 size.py          time and memory beside many facts
 teaching.py      over HTTP, beside running streams: from the call to the first right answer
 common_words.py  makes the file of `inducekv_vllm/facts/languages` that says how common words are
-related_words.py makes the one that says which English words ask the same
 """

@@ -27,7 +27,7 @@ class PairJudge:
         self._file = file
         lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
         self._known = {Pair(row["stored"], row["asked"]): float(row["odds"]) for row in map(json.loads, lines)}
-        known = [each.pair for each in known_pairs()]
+        known = [each.pair for each in known_pairs()]  # all: benchmarks compare models that are not able, too
         odds = self._odds(known)
         self.ability: Ability = self._judge.judged.measured([odds[pair] for pair in known for _ in range(2)])
 

@@ -13,7 +13,7 @@ import torch
 
 from inducekv_vllm import teaching
 from inducekv_vllm.backbone.fact_reader import FactReader
-from inducekv_vllm.backbone.stored_facts import StoredFacts
+from inducekv_vllm.backbone.stored_facts import StoredAnswers, StoredQuestions
 from inducekv_vllm.bundle import Bundle, EntryRecord, FactRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import CapacityError, TaskDataError, UnknownFact
 from inducekv_vllm.facts import MOST_CHARACTERS, FactFound
@@ -60,7 +60,9 @@ def forgotten(bundle: Bundle, ids: Sequence[str]) -> Bundle:
 
 def asked(reader: FactReader, bundle: Bundle, question: str) -> list[str]:
     ids = reader.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-    found = StoredFacts(bundle.metadata, reader).find(reader.question(ids["input_ids"]))
+    prompt, facts = reader.question(ids["input_ids"]), bundle.metadata.facts
+    of_text = StoredQuestions(facts).candidates(prompt.text, has_media=False).settled(None, 0.0)
+    found = StoredAnswers(bundle.metadata, reader).find(of_text, prompt)
     return [bundle.metadata.facts[found.number].id] if isinstance(found, FactFound) else []
 
 
@@ -70,8 +72,8 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     assert bundle_command(["teach", "--model", str(model), "--task", str(task), "--output", str(first)]) == 0
     bundle = read_bundle(first)
     assert f"first.safetensors: 10 facts, digest {bundle.digest}" in capsys.readouterr().out
-    assert asked(reader, bundle, "Which code has Lima, please?") == ["Lima"]
-    assert asked(reader, bundle, "Which code has Rome, please?") == []
+    assert asked(reader, bundle, "please tell me what the code of LIMA is") == ["Lima"]
+    assert asked(reader, bundle, "What is the code of Rome, please?") == []
 
     more, again = write(tmp_path / "more.jsonl", ["Rome"]), tmp_path / "again.jsonl"
     changed = write(again, ["Oslo"], answer="OSL").read_text()
@@ -87,7 +89,7 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
     bundle = read_bundle(second)
     assert bundle.metadata.parent_digest is not None
     assert [fact.id for fact in bundle.metadata.facts] == [*CITIES[3:], "Rome", "Oslo", "Quito"]
-    assert asked(reader, bundle, "Which code has Lima, please?") == []
+    assert asked(reader, bundle, "please tell me what the code of LIMA is") == []
     assert bundle_command(["diff", str(first), str(second)]) == 1
     printed = capsys.readouterr().out
     assert "fact removed: Lima" in printed
@@ -358,8 +360,8 @@ def test_teaching_one_more_costs_what_is_new(reader: FactReader, monkeypatch: py
 
     facts = [fact_of(f"What is the code of town {n}x?", f"{n}") for n in range(200)]
     bundle = taught(None, facts, reader)
-    StoredFacts(bundle.metadata, reader)
+    StoredQuestions(bundle.metadata.facts)
     monkeypatch.setattr(index, "read", counting)
     more = taught(bundle, [fact_of("What is the code of Lima now?", "LIM")], reader)
-    StoredFacts(more.metadata, reader)
+    StoredQuestions(more.metadata.facts)
     assert texts == ["What is the code of Lima now?"]

@@ -1,0 +1,137 @@
+"""Facts that the served model judges, through a real engine. The tiny model cannot: thresholds say what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.renderers.params import ChatParams
+from vllm.sampling_params import SamplingParams
+
+from inducekv_vllm.backbone.fact_reader import FactReader
+from inducekv_vllm.bundle import read_bundle, write_bundle
+from inducekv_vllm.facts import Pair
+from inducekv_vllm.facts.judge import known_pairs
+from inducekv_vllm.frontend import asking
+from inducekv_vllm.frontend.loading import load_async
+from inducekv_vllm.frontend.memory_engine import MemoryEngine
+from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.teaching import fact_of, taught
+from inducekv_vllm.vllm_seams.config import InduceKVConfig
+from selector.backbone.judging import BackboneJudge
+from tests.engine.parity import TOLERANCE, World, make_world, text_prompts
+from tests.engine.served import Served, handle, last, serve_world
+from tests.tiny_families import FAMILIES
+
+pytestmark = pytest.mark.anyio
+CODE = "What is the code of Lima?"
+REQUEST = "Which code does Lima have?"
+TWO = ("Which is not the code of Lima?", "What is the code of Lima 2?", "What was the code of Lima?")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    return make_world(FAMILIES["llama"](folder / "model"), folder, make_prompts=text_prompts)
+
+
+@pytest.fixture(scope="module")
+async def served(anyio_backend: str, world: World) -> AsyncIterator[Served]:
+    async with serve_world(world, max_model_len=4096) as served:
+        yield served
+
+
+@pytest.fixture
+async def memory(served: Served, world: World, tmp_path: Path) -> ServedBundle:
+    facts = [fact_of(CODE, "LIM", id="Lima"), fact_of("What is the code of Oslo?", "OSL", id="Oslo")]
+    path = tmp_path / "facts.safetensors"
+    write_bundle(taught(None, facts, FactReader.of(world.model)).bundle, path)
+    made = ServedBundle.from_bundle(read_bundle(path), str(path))
+    await load_async(served.llm.collective_rpc, str(path), made.digest)
+    served.memories.memories["facts"] = made
+    return made
+
+
+class Judging:
+    """An engine client whose model is a judge with a threshold."""
+
+    def __init__(self, served: Served, threshold: float | None) -> None:
+        self.served = served
+        self.engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(judge_threshold=threshold))
+        self._count = 0
+
+    async def facts(self, text: str) -> list[dict[str, Any]]:
+        """Those in the trace of a request."""
+        self._count += 1
+        params = SamplingParams(max_tokens=4, temperature=0, extra_args={"inducekv_trace": 1})
+        _, (prompt,) = await self.served.llm.renderer.render_chat_async(
+            [[{"role": "user", "content": text}]], ChatParams()
+        )
+        output = await last(self.engine.generate(prompt, params, f"judged-{self._count}", lora_request=handle("facts")))
+        facts: list[dict[str, Any]] = output.kv_transfer_params["inducekv"]["facts"]
+        return facts
+
+
+async def test_the_judge_decides(served: Served, memory: ServedBundle) -> None:
+    """Only where words leave it open."""
+    generous, strict, measured = (Judging(served, threshold) for threshold in (-99.0, 99.0, None))
+    for judging in (generous, strict, measured):
+        (stored,) = await judging.facts(CODE)
+        assert (stored["id"], stored["odds"]) == ("Lima", None)
+    for _ in range(2):  # the second time, the pair is known
+        (found,) = await generous.facts(REQUEST)
+        assert (found["id"], found["withheld"]) == ("Lima", None)
+        assert found["odds"] is not None
+    for judging in (strict, measured):
+        assert await judging.facts(REQUEST) == []
+    assert measured.engine.facts.judged is not None
+    while measured.engine.facts.judged.ability is None:  # in the background
+        await asyncio.sleep(0.05)
+    assert await measured.facts(REQUEST) == []
+    for text in TWO:
+        assert await generous.facts(text) == []
+    assert not measured.engine.facts.judged.may_judge
+
+
+async def test_it_says_what_transformers_says(served: Served, memory: ServedBundle, world: World) -> None:
+    """Beside other requests, and with the instruction in the prefix cache."""
+    judging = Judging(served, -99.0)
+    pairs = [Pair(CODE, f"Which code does the town of Lima have in {number} words?") for number in range(3)]
+    pairs += [each.pair for each in known_pairs()[:3]]
+    _, judge = await judging.engine.facts.started(memory)
+    found, expected = await judge.odds(pairs), BackboneJudge(world.backbone)
+    said = expected.said(expected.judged.prompts(pairs))
+    for number, pair in enumerate(pairs):
+        assert found[pair] == pytest.approx(min(said[2 * number : 2 * number + 2]), abs=10 * TOLERANCE)
+
+
+async def test_a_request_goes_on_if_the_judge_is_late(
+    served: Served, memory: ServedBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judging = Judging(served, -99.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(asking, "LONGEST_S", 0)
+        assert await judging.facts(REQUEST) == []
+    assert len(await judging.facts(REQUEST)) == 1
+
+
+async def test_a_client_that_hangs_up_while_it_is_judged(served: Served, memory: ServedBundle) -> None:
+    judging = Judging(served, -99.0)
+    for wait in (0, 0.001, 0.01):
+        task = asyncio.create_task(judging.facts(f"{REQUEST} {wait:g} times"))
+        await asyncio.sleep(wait)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    await served.nothing_is_left()
+
+
+async def test_a_new_fact_that_resembles_one_with_another_answer(served: Served, memory: ServedBundle) -> None:
+    judging = Judging(served, -99.0)
+    new = [fact_of(REQUEST, "XXX", id="new"), fact_of("How tall is Ana Ruiz?", "2 m", id="other")]
+    new.append(fact_of(REQUEST.replace("code", "codes"), "LIM", id="agrees"))
+    assert await judging.engine.facts.resembled(memory, new) == {"new": ["Lima"]}
