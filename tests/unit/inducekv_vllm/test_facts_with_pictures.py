@@ -70,7 +70,7 @@ def test_questions_about_one_picture_are_told_apart_by_their_words() -> None:
         fact_of("What is this called?", "a bolt", id="red", picture=record(RED)),
         fact_of("What is this called?", "a nut", id="other", picture=record(OTHERS[0])),
         fact_of("How much does it weigh?", "2 kg", id="weight", picture=record(RED)),
-        fact_of("What is this called?", "nothing", id="words"),
+        fact_of("What is the code of Lima?", "LIM", id="words"),
     ]
     questions = StoredQuestions(facts)
 
@@ -86,7 +86,9 @@ def test_questions_about_one_picture_are_told_apart_by_their_words() -> None:
     assert asked("Who has painted the wall behind it?", RED) == []
     assert asked("What is this called?", OTHERS[1]) == []
     assert asked("What is this called?", RED, is_known=False) == []
-    assert asked("What is this called?", None) == ["words"]
+    assert asked("What is this called?", None) == []
+    assert asked("What is the code of Lima?", None) == ["words"]
+    assert asked("What is the code of Lima?", RED) == []
     missed = questions.candidates("What is this called?", has_media=True, picture=digest_of(OTHERS[1])).missed
     assert missed is not None
     assert missed.why == "it shows other pictures"
