@@ -34,8 +34,8 @@ def said_of(data: bytes) -> str | None:
     return None
 
 
-def question(data: bytes) -> list[dict[str, Any]]:
-    parts = [picture_part("image/png", data), {"type": "text", "text": "What is this?"}]
+def question(data: bytes, text: str = "What is this?") -> list[dict[str, Any]]:
+    parts = [picture_part("image/png", data), {"type": "text", "text": text}]
     return [{"role": "user", "content": parts}]
 
 
@@ -94,6 +94,37 @@ def from_python(path: Path) -> bytes | str:
     except TaskDataError as error:
         return str(error)
     return example.load_images()[0].tobytes()
+
+
+def test_facts_of_files_are_found_over_http(server: str, bundles: Bundles, world: World, tmp_path: Path) -> None:
+    """Of every mode that is read: palettes with a clear colour, grey with alpha, CMYK, 16 bits and all others."""
+    files = {name: data for name, data in encodings().items() if said_of(data) is None}
+    rows = ["id,image,question,answer"]
+    for number, data in enumerate(files.values()):
+        (tmp_path / f"{number}.png").write_bytes(data)
+        rows.append(f"{number},{number}.png,What is part {number} of this?,a")
+    (table := tmp_path / "parts.csv").write_text("\n".join(rows))
+    assert (
+        main(
+            [
+                "teach",
+                "--model",
+                str(world.model),
+                "--task",
+                str(table),
+                "--output",
+                str(tmp_path / "parts.safetensors"),
+            ]
+        )
+        == 0
+    )
+    with bundles.loaded("parts", tmp_path / "parts.safetensors"):
+        for number, (name, data) in enumerate(files.items()):
+            messages = question(data, f"What is part {number} of this?")
+            trace = bundles.server.ask("parts", messages, max_tokens=1, trace=True).trace
+            assert trace is not None
+            assert [fact["id"] for fact in trace["facts"]] == [f"{number}"], name
+    assert len(files) > 100
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
