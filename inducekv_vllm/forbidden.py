@@ -16,13 +16,16 @@ def forbidding(params: SamplingParams | None) -> Hashable:
         return None
     banned = tuple(sorted(token for token, bias in (params.logit_bias or {}).items() if bias <= BANNED))
     allowed = None if params.allowed_token_ids is None else tuple(sorted(params.allowed_token_ids))
-    return params.structured_outputs is not None, banned, allowed, tuple(map(tuple, params.bad_words_token_ids or ()))
+    bad_words = tuple(map(tuple, params.bad_words_token_ids or ()))
+    return params.structured_outputs is not None, params.min_tokens, banned, allowed, bad_words
 
 
 def why_forbidden(params: SamplingParams, answer: Sequence[int]) -> str | None:
-    """What forbids an answer's tokens; None if nothing does."""
+    """What forbids an answer's tokens, the last of which ends a turn; None if nothing does."""
     if params.structured_outputs is not None:
         return "the request asks for structured output"
+    if params.min_tokens > len(answer) - 1:  # the last one ends it
+        return f"min_tokens is {params.min_tokens}, and the answer has {len(answer) - 1}"
     biases = params.logit_bias or {}
     if any(biases.get(token, 0.0) <= BANNED for token in answer):
         return "logit_bias bans one of its tokens"

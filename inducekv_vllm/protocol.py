@@ -28,6 +28,7 @@ EXTRA_ARGS_KEY = "inducekv"
 JUDGE = "inducekv_judge"  # in extra_args: the request asks the model to judge a fact, and goes first
 DECISIONS = "inducekv_decisions"  # an attribute of ModelRunnerOutput: {request id: Decided}
 STARTS = "inducekv_starts"  # an attribute of SchedulerOutput: {request id: Start}
+MEDIA = "inducekv_media"  # an attribute of SchedulerOutput: {request id: vLLM's features of its prompt}
 Source = Literal["computed", "cached", "none"]
 BlockKey = tuple[str, str, int]  # ours, a memory's content, the first position that it acts on
 
@@ -284,9 +285,9 @@ class Decided:
         found = [at for each in self.each if (at := each.redo_from(prompt_tokens)) is not None]
         return min(found, default=None)
 
-    def start(self, prompt_tokens: int, media: Sequence[Any] | None = None) -> Start:
-        """What the request goes on with. Arguments as for `Decision.redo_from` and `Start`."""
-        return Start(self.redo_from(prompt_tokens), self.injections, self.adapter, self.answer, media)
+    def start(self, prompt_tokens: int) -> Start:
+        """What the request goes on with. Arguments as for `Decision.redo_from`."""
+        return Start(self.redo_from(prompt_tokens), self.injections, self.adapter, self.answer)
 
     def pack(self) -> str:
         """As one string, which costs an output little: it is packed once, and copied."""
@@ -305,4 +306,3 @@ class Start:
     injections: tuple[InjectionSpec, ...] = ()  # in the order of the request's memories
     adapter: TaskAdapter | None = None
     answer: tuple[int, ...] | None = None  # what it says, in tokens
-    media: Sequence[Any] | None = None  # vLLM's features of the prompt, if the worker has to have their data again

@@ -21,6 +21,7 @@ asked about before is decided at once.
 from __future__ import annotations
 
 import hashlib
+import operator
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .forbidden import forbidding
-from .protocol import DECISIONS, JUDGE, STARTS, BlockKey, Decided, DecideSpec, InjectionSpec, Start, parse_specs
+from .protocol import DECISIONS, JUDGE, MEDIA, STARTS, BlockKey, Decided, DecideSpec, InjectionSpec, Start, parse_specs
 from .vllm_seams.patches import patch
 
 NEVER = 1 << 60  # a step
@@ -68,7 +69,6 @@ class _Asked:
     identity: bytes  # `_identity`
     decided: Decided | None = None
     start: Start | None = None  # that the worker has not heard of
-    lacks_media: bool = False  # the worker has no pixels: the prefix cache had what they become
     held_logprobs: Any = None  # of the prompt; they came with the token that was dropped
 
     @property
@@ -89,6 +89,7 @@ class _MemoryRequests(Scheduler):
         super().__init__(*args, **kwargs)
         self.asked: dict[str, _Asked] = {}  # by request id
         self.known: LRUCache[bytes, Decided] = LRUCache(MOST_KNOWN)  # by `_identity`
+        self.lacking_media: set[str] = set()  # of any request, see `_media_again`
         patch(self.kv_cache_manager.coordinator, "cache_blocks", lambda cache: partial(self._cache_blocks, cache))
         if self.enable_kv_cache_events:
             tell_events_of_memory()
@@ -122,9 +123,8 @@ class _MemoryRequests(Scheduler):
         output = super().schedule(*args, **kwargs)
         for request_id in self.asked.keys() - self.requests.keys():  # aborted
             del self.asked[request_id]
-        for new in output.scheduled_new_reqs:
-            if (asked := self.asked.get(new.req_id)) is not None and asked.phase is _Phase.UNDECIDED:
-                asked.lacks_media |= any(feature.data is None for feature in new.mm_features)
+        if media := self._media_again(output):
+            setattr(output, MEDIA, media)
         starts = {}
         for request_id, asked in self.asked.items():
             if asked.start is not None and request_id in output.num_scheduled_tokens:
@@ -132,6 +132,21 @@ class _MemoryRequests(Scheduler):
         if starts:
             setattr(output, STARTS, starts)
         return output
+
+    def _media_again(self, output: SchedulerOutput) -> dict[str, list[Any]]:
+        """The features of a request that is to encode media whose data the worker does not have, by its id.
+
+        vLLM sends a new request without the data that the prefix cache makes needless. When those blocks are gone and
+        it goes on from an earlier position, vLLM's V1 runner has nothing to encode and ends the engine.
+        """
+        new = {each.req_id: each.mm_features for each in output.scheduled_new_reqs}
+        if not (new or self.lacking_media):
+            return {}
+        whole = {name for name, sent in new.items() if all(map(operator.is_, sent, self.requests[name].mm_features))}
+        lacking = ((self.lacking_media | new.keys()) - whole) & self.requests.keys()
+        needed = lacking.intersection(output.scheduled_encoder_inputs) - new.keys()
+        self.lacking_media = lacking - needed
+        return {name: self.requests[name].mm_features for name in needed}
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -175,7 +190,7 @@ class _MemoryRequests(Scheduler):
             self.encoder_cache_mismatch_reqs.add(request_id)  # vLLM ends these with an error
             return None
         self.known[asked.identity] = decided
-        start = decided.start(request.num_prompt_tokens, request.mm_features if asked.lacks_media else None)
+        start = decided.start(request.num_prompt_tokens)
         if decided.same_pass:
             self._take_blocks(request, start)
         if start.redo_from is None:

@@ -30,6 +30,7 @@ from inducekv_vllm.vllm_seams.config import RUN_VARIABLE, WORKER_CLS, InduceKVCo
 from inducekv_vllm.vllm_seams.logs import logger_of
 from inducekv_vllm.vllm_seams.patches import patch, patch_some
 from inducekv_vllm.vllm_seams.refused_start import end_start
+from inducekv_vllm.vllm_seams.requirements import SLEEP, cannot_serve
 
 from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware
@@ -120,6 +121,7 @@ class InduceKVEndpoint:
         engine = MemoryEngine(engine_client, registry, config, stop, registry.journal)
         patch(engine_client, "generate", lambda _: engine.generate)
         guard_adapters(models, registry)
+        refuse_sleep(engine_client)
         refuse_beam_search(state, engine)
         bring_bundles(state, models, registry, config)
         state.inducekv_registry, state.inducekv_engine, state.inducekv_access = registry, engine, access
@@ -172,6 +174,16 @@ def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> Non
 
     patch(models, "load_lora_adapter", guarded)
     patch(models, "unload_lora_adapter", guarded)
+
+
+def refuse_sleep(client: EngineClient) -> None:
+    """Make vLLM's routes for developers refuse what the flag for it is refused for at start."""
+
+    async def refused(*args: Any, **kwargs: Any) -> None:
+        raise UnsupportedModel(cannot_serve(SLEEP))
+
+    for name in ("sleep", "release_kv_cache_memory"):
+        patch(client, name, lambda _: refused)
 
 
 def refuse_beam_search(state: State, engine: MemoryEngine) -> None:

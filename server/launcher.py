@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections.abc import MutableMapping, Sequence
@@ -24,9 +25,11 @@ from inducekv_vllm.vllm_seams.config import (
 )
 from inducekv_vllm.vllm_seams.refused_start import reason_of_refusal
 
+from .check import report
 from .demo import BUNDLE, CHECKPOINT
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from inducekv_vllm.bundle import BackboneFingerprint
@@ -36,8 +39,10 @@ PLUGIN: Final = "inducekv"
 GROUP: Final = "InduceKV"
 DEFAULT_HOST: Final = "127.0.0.1"
 SETTING: Final = "inducekv_"  # our flags are stored under this and the name of their setting
+SERVED_NAME: Final = re.compile("^--served.model.name(?==|$)")
 DESCRIPTION: Final = f"""vLLM's OpenAI server with memory bundles. Without a model it serves the demo model.
 Its other flags are those of vllm serve: {PROGRAM} --help=all
+--check says what is installed and whether the server would start, and ends.
 --print-demo-model prints the path of the demo model, and ends."""
 # The plugin groups that VLLM_PLUGINS filters. If it is unset, vLLM loads every plugin.
 PLUGIN_GROUPS: Final = (
@@ -59,17 +64,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "--print-demo-model" in given:
             print(demo_model())
             return
-        os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
-        args = parsed(given)
-        prepare(args, os.environ)
+        if "--check" in given:
+            sys.exit(report(lambda: started([each for each in given if each != "--check"])[1]))
+        args, _ = started(given)
         run_vllm(args)
     except InduceKVError as error:
         _refuse(error)
 
 
+def started(given: Sequence[str]) -> tuple[argparse.Namespace, VllmConfig | None]:
+    """What vLLM gets, and what `prepare` returns. Raises as `parsed` and `prepare` do."""
+    os.environ["VLLM_PLUGINS"] = plugin_list(os.environ)  # before vLLM is imported
+    args = parsed(given)
+    return args, prepare(args, os.environ)
+
+
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     """The arguments of vllm serve and ours. Raises UsageError: vLLM cannot read them. SystemExit: argparse cannot."""
     given = [f"--help={GROUP}" if each in ("-h", "--help") else each for each in given]
+    # So spelled, vLLM refuses this flag before a model, even without one. Its parser takes an abbreviation, too.
+    given = [SERVED_NAME.sub(lambda flag: flag[0][:-1], each) for each in given]
     try:
         args: argparse.Namespace = parser().parse_args(["serve", *given])
     except Exception as error:  # of the file that --config names, for instance
@@ -146,8 +160,10 @@ def _named_path(argument: str) -> tuple[str, str]:
     return name, _absolute(path)
 
 
-def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> None:
+def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> VllmConfig | None:
     """Set what memory needs, and refuse what cannot be served: the engine, which refuses it too, takes minutes.
+
+    Returns vLLM's configuration of a model in a folder.
 
     Raises:
         InduceKVError: a setting, a name, a bundle, a file, the admin key, the model's folder or a flag of vLLM cannot
@@ -164,8 +180,7 @@ def prepare(args: argparse.Namespace, environment: MutableMapping[str, str]) -> 
     check_names(config, args)
     backbone = check_model(args.model_tag or args.model)
     check_files(config, backbone)
-    if backbone is not None:
-        check_flags(args)
+    return None if backbone is None else check_flags(args)
 
 
 def taken_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -181,6 +196,8 @@ def choose_demo(args: argparse.Namespace, own: dict[str, Any]) -> None:
     from vllm import EngineArgs
 
     if args.model_tag is None and args.model == EngineArgs.model:
+        if len(names := args.served_model_name or []) > 1:
+            raise UsageError(f"--served-model-name takes all of {' '.join(names)}: write the model before it")
         args.model_tag = str(demo_model())
         own.setdefault("bundles", [("demo", str(BUNDLE))] if BUNDLE.is_file() else [])
 
@@ -282,8 +299,8 @@ def check_model(model: str) -> BackboneFingerprint | None:
     return backbone_fingerprint(model) if Path(model).is_dir() else None
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Make vLLM's configuration of the flags, as the engine does, and look at it; the model has a folder.
+def check_flags(args: argparse.Namespace) -> VllmConfig:
+    """vLLM's configuration of the flags, as the engine makes it; the model has a folder.
 
     Raises:
         UnsupportedModel: memory would be wrong with it.
@@ -297,10 +314,11 @@ def check_flags(args: argparse.Namespace) -> None:
     given = argparse.Namespace(**{**vars(args), "model": args.model_tag or args.model})
     try:
         with suppress_logging():
-            config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+            config: VllmConfig = AsyncEngineArgs.from_cli_args(given).create_engine_config()
     except ValueError as error:
         raise UsageError(" ".join(str(error).split())) from error
     check_engine(config)
+    return config
 
 
 def demo_model() -> Path:
@@ -329,15 +347,11 @@ def run_vllm(args: argparse.Namespace) -> None:
     from vllm.logger import configure_logging_from_args
 
     import server.endpoint  # noqa: F401  vLLM only logs a plugin that cannot be imported, and starts without it
-
-    try:
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    except ImportError:  # vLLM 0.33 has it elsewhere
-        from vllm.entrypoints.common.startup import cli_env_setup  # type: ignore[no-redef,import-not-found]
+    from inducekv_vllm.vllm_seams.moved import cli_env_setup
 
     run = tempfile.TemporaryDirectory(prefix="inducekv-run-")
     os.environ[RUN_VARIABLE] = run.name
-    cli_env_setup()  # type: ignore[no-untyped-call]
+    cli_env_setup()
     configure_logging_from_args(args)
     command = ServeSubcommand()
     command.validate(args)

@@ -20,17 +20,13 @@ from inducekv_vllm.frontend.memory_engine import MemoryRequest
 from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
 from inducekv_vllm.teaching import ROUTE
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from inducekv_vllm.vllm_seams.known_bugs import ADAPTERS, groups_adapters
+from inducekv_vllm.vllm_seams.known_bugs import ADAPTERS, may_mix_adapters
+from inducekv_vllm.vllm_seams.moved import MM_PARSER_MAP
 
 from .adapters import adapter_number
 from .schemas import NAME_PATTERN
 from .state import ServerState, StateError, VersionRecord
 from .versions import PIN, unpinned
-
-try:
-    from vllm.renderers.chat_utils import MM_PARSER_MAP
-except ImportError:  # vLLM 0.33 has it elsewhere
-    from vllm.renderers.chat_utils.chat_message import MM_PARSER_MAP  # type: ignore[no-redef,import-not-found]
 
 MAX_NAMES: Final = 100_000
 _NAME: Final = re.compile(NAME_PATTERN)
@@ -152,10 +148,10 @@ class Names:
 
     def _check_adapters(self, name: str, memory: ServedBundle) -> None:
         config, records = self._vllm_config.lora_config, memory.metadata.task_adapters
-        groups = groups_adapters(self._vllm_config)
+        may_mix = may_mix_adapters(self._vllm_config)
         if memory.adapter is not None:
             self.adapter(name, memory.adapter)
-        elif config is not None and not groups and not records:
+        elif config is not None and not may_mix and not records:
             raise UnsupportedModel(
                 f"the server runs with LoRA, but bundle {name!r} names no adapter: its keys and payloads were made "
                 "without one"
@@ -164,7 +160,7 @@ class Names:
             return
         if config is None:
             raise UnsupportedModel(f"bundle {name!r} sends tasks to LoRA adapters: start the server with --enable-lora")
-        if not groups:
+        if not may_mix:
             raise UnsupportedModel(
                 f"bundle {name!r} sends tasks to LoRA adapters, which vLLM on CPUs mixes up with other requests of a "
                 f"batch unless the server runs with --enforce-eager ({ADAPTERS})"

@@ -55,7 +55,7 @@ class Resolving:
     ) -> None:
         self._resolver, self._changes, self._reader = resolver, changes, reader
         self._versions, self._state = changes.versions, changes.versions.state
-        self._cache = DiskCache(Path(config.resolver_cache or default_cache()), config.resolver_cache_bytes)
+        self._cache = DiskCache(Path(default_cache()), config.resolver_cache_bytes)
         self._free = asyncio.Semaphore(AT_ONCE)
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._missing: TTLCache[str, None] = TTLCache(REMEMBERED, MISS_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 # Files whose tests share a server or an engine are a group: those of `tests/server` without these, and ENGINE.
-NO_SHARED_SERVER = ("api_key", "audit", "launcher", "memory_helps", "pins", "registry", "several_processes")
+NO_SHARED_SERVER = ("api_key", "audit", "check", "launcher", "memory_helps", "pins", "registry", "several_processes")
 NO_SHARED_SERVER += ("versions", "wheel")
 ENGINE = ("tests/engine/test_memory_engine.py", "tests/server/test_registry.py")
 SERVERS = ("tests/research/test_continual_http.py",)  # one more that shares their server

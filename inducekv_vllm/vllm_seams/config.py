@@ -42,8 +42,9 @@ class InduceKVConfig(BaseModel):
     # Where bundles that nobody has loaded are looked up by name, when a request asks for them: server/resolvers.py.
     resolver: str | None = None
     resolver_refresh_s: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # a name found is not looked up so long
-    resolver_cache: str | None = None  # a folder for what is fetched; None for one among the user's caches
-    resolver_cache_bytes: int = Field(default=10 * 2**30, ge=0)
+    resolver_cache_bytes: int = Field(
+        default=10 * 2**30, ge=0
+    )  # of what is fetched, in the folder of the user's caches
     # A file for what is loaded, with its versions and an audit chain; None keeps it while the server runs.
     state: str | None = None
     keep_versions: int = Field(default=3, ge=1)  # of each name, for a rollback

@@ -1,7 +1,8 @@
 """Faults of vLLM itself on CPUs, with memory and without: what would be answered wrongly is refused at start.
 
-Each refusal names the version that the fault was seen in and where it is reported. It goes once vLLM has mended it:
-then the fault's test in `tests/engine/test_known_bugs.py`, which shows it without InduceKV, fails.
+Each refusal names the version that the fault was seen in and where it is reported. Once vLLM has mended it, the fault's
+test in `tests/engine/test_known_bugs.py`, which shows it without InduceKV, fails: then it gets that version, and goes
+when no older one is served.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import vllm
+from packaging.version import Version
 
 from ..errors import UnsupportedModel
 
@@ -24,6 +28,12 @@ class Fault:
 
     seen: str  # the version of vLLM
     report: str | None  # an issue or pull request of vllm-project/vllm; None: nobody has reported it
+    mended: str | None = None  # the first version without it
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the vLLM that runs us has it."""
+        return self.mended is None or Version(vllm.__version__) < Version(self.mended)
 
     def refusal(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"{reason} ({self})")
@@ -32,7 +42,9 @@ class Fault:
         return f"vLLM {self.seen}, " + (f"vllm-project/vllm{self.report}" if self.report else "not reported")
 
 
-ADAPTERS: Final = Fault("0.32", "#48421")  # requests without an adapter get another one's: `workers/cpu_lora.py`
+ADAPTERS: Final = Fault(
+    "0.32", "#48421", "0.33"
+)  # requests without an adapter get another one's: `workers/cpu_lora.py`
 DRAFTS: Final = Fault("0.32", "#39273")
 EXPERT_PARALLEL: Final = Fault("0.32", "#57837")
 FOUR_BITS: Final = Fault("0.32", "#55613")
@@ -65,13 +77,13 @@ def check_flags(config: VllmConfig) -> None:
         check_states(config, *_expected_states(config))
 
 
-def groups_adapters(config: VllmConfig) -> bool:
+def may_mix_adapters(config: VllmConfig) -> bool:
     """Whether adapters and requests without one can share a batch of this engine: see `workers/cpu_lora.py`."""
     from vllm.platforms import current_platform
 
     if config.lora_config is None:
         return False
-    return config.model_config.enforce_eager or not current_platform.is_cpu()
+    return config.model_config.enforce_eager or not current_platform.is_cpu() or not ADAPTERS.is_here
 
 
 def _expected_states(config: VllmConfig) -> tuple[int, bool]:

@@ -25,13 +25,19 @@ DRAFTS = (
     "mtp",
     "dflash",
 )  # drafts are made without memory, and checked with it
+SLEEP = "sleep mode: what becomes of the memory pool has not been tried"
+
+
+def cannot_serve(*reasons: str) -> str:
+    """A refusal, with everything that it names."""
+    return f"InduceKV cannot serve memory with {'; nor with '.join(reasons)}"
 
 
 def check_engine(config: VllmConfig) -> None:
     """Refuse engine settings that memory does not work with.
 
     Raises:
-        UnsupportedModel: names the setting and why memory would be wrong with it.
+        UnsupportedModel: names each setting and why memory would be wrong with it.
     """
     from vllm import envs
     from vllm.v1.kv_cache_interface import is_quantized_kv_cache
@@ -63,7 +69,7 @@ def check_engine(config: VllmConfig) -> None:
             config.ec_transfer_config is not None,
             "encoder disaggregation: a request that goes back may need its pictures again",
         ),
-        (model.enable_sleep_mode, "sleep mode: what becomes of the memory pool has not been tried"),
+        (model.enable_sleep_mode, SLEEP),
         (
             model.multimodal_config is not None and model.multimodal_config.mm_processor_cache_type == "shm",
             "--mm-processor-cache-type shm: its entries are handed over once, and a request that goes back to the "
@@ -107,9 +113,8 @@ def check_engine(config: VllmConfig) -> None:
             f"has been tried with {', '.join(STATES_KEPT)}",
         ),
     ]
-    for refused, reason in refusals:
-        if refused:
-            raise UnsupportedModel(f"InduceKV cannot serve memory with {reason}")
+    if found := [reason for refused, reason in refusals if refused]:
+        raise UnsupportedModel(cannot_serve(*found))
     check_flags(config)
 
 
@@ -136,7 +141,7 @@ def check_gpu_runner(config: VllmConfig) -> None:
     if envs.VLLM_USE_V2_MODEL_RUNNER is None and not config.use_v2_model_runner:
         raise UnsupportedModel(
             "vLLM's V2 model runner, its default, does not support these flags (vLLM's log names them): take them "
-            "away, or ask for the V1 runner with VLLM_USE_V2_MODEL_RUNNER=0"
+            "away; VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner, which vLLM means to remove"
         )
 
 

@@ -61,7 +61,7 @@ class RunnerTables(Protocol):
     def give_media(self, request_id: str, features: Sequence[Any]) -> None:
         """The features of a request's prompt with their data, which vLLM leaves out behind a hit of the prefix cache.
 
-        Call it before the step that computes them after all.
+        Call it before the step that encodes them after all.
         """
         ...
 
@@ -112,7 +112,7 @@ class _V2Tables:
         """A request that resumes comes as a new one, with its adapter."""
 
     def give_media(self, request_id: str, features: Sequence[Any]) -> None:
-        """And with its media."""
+        """And with its media; one that goes back in place still has them, or since vLLM 0.33 gets them again."""
 
 
 class _V1Tables:

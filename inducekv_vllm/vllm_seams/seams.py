@@ -170,6 +170,8 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm.entrypoints.llm:LLM": ("llm_engine",),
     },
     "server/endpoint.py": {
+        "vllm.v1.engine.async_llm:AsyncLLM.sleep": (),
+        "vllm.v1.engine.async_llm:AsyncLLM.release_kv_cache_memory": (),
         "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search": ("prompt", "lora_request"),
         "vllm.entrypoints.serve.engine.serving:BaseServing._check_model": ("request",),
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter": ("request",),
@@ -199,7 +201,8 @@ def missing_seams() -> list[str]:
     """What the installed vLLM lacks, each with the place that needs it; empty if everything is there."""
     folder = Path(__file__).parents[2]
     names = (missing for package in PACKAGES for missing in _missing_names(folder / package))
-    return [*names, *_missing_seams(SEAMS), *_closed(OPEN)]
+    methods = (missing for package in PACKAGES for missing in _missing_methods(folder / package))
+    return [*names, *methods, *_missing_seams(SEAMS), *_closed(OPEN)]
 
 
 def _missing_names(package: Path) -> Iterator[str]:
@@ -207,6 +210,18 @@ def _missing_names(package: Path) -> Iterator[str]:
         for module, name in _imported(ast.parse(path.read_text(encoding="utf-8"))):
             if not _has(module, name):
                 yield f"{module}.{name} ({path.relative_to(package.parent)})"
+
+
+def _missing_methods(package: Path) -> Iterator[str]:
+    """What vLLM leaves to classes like those of ours, and ours do not have: they could not be made."""
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        places = {name: f"{module}:{name}" for module, name in _imported(tree)}
+        for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            own = {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
+            for base in (places[each.id] for each in kind.bases if isinstance(each, ast.Name) and each.id in places):
+                for name in sorted(getattr(_found(base), "__abstractmethods__", frozenset()) - own):
+                    yield f"{_dotted(base)}.{name}, which {kind.name} lacks ({path.relative_to(package.parent)})"
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..attention.cpu_memory import CPUMemoryAttention
 from ..attention.memory_attention import MemoryAttention
-from ..vllm_seams.known_bugs import check_kv_cache, check_layers, groups_adapters
+from ..vllm_seams.known_bugs import check_kv_cache, check_layers
 from . import cpu_lora
 from .memory_worker import MemoryWorker
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class InduceKVCPUWorker(MemoryWorker, CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if groups_adapters(self.vllm_config):
+        if self.vllm_config.lora_config is not None and self.model_config.enforce_eager:
             cpu_lora.install()
         super().load_model(*args, **kwargs)
         check_layers(self.get_model())

@@ -1,9 +1,9 @@
 """LoRA on CPUs, computed adapter by adapter instead of token by token.
 
 vLLM's own (vllm.lora.ops.torch_ops) gathers an adapter's matrices for every token, which takes most of the time of a
-small model's answer, and gives tokens without an adapter another request's (vllm-project/vllm#48421). Here all tokens
-of a batch with the same adapter share one matrix product; tokens without an adapter are left alone. A compiled model
-keeps vLLM's own LoRA: otherwise the adapters of one batch would become part of the compiled code.
+small model's answer, and until 0.33 gave tokens without an adapter another request's (vllm-project/vllm#48421). Here
+all tokens of a batch with the same adapter share one matrix product; tokens without an adapter are left alone. A
+compiled model keeps vLLM's own LoRA: otherwise the adapters of one batch would become part of the compiled code.
 """
 
 from __future__ import annotations

@@ -279,6 +279,10 @@ class _DecidedLater(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return _attach(self._output.get_output(), self._decide())
 
+    def get_kv_connector_output(self) -> Any:
+        """vLLM asks for it since 0.33, if `get_output` fails."""
+        return self._output.get_kv_connector_output()  # type: ignore[attr-defined]
+
 
 def _attach(output: Any, decisions: dict[str, Decided]) -> ModelRunnerOutput:
     setattr(output, DECISIONS, decisions)

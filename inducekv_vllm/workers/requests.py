@@ -22,7 +22,7 @@ from ..attention.resident_bundle import ResidentBundle
 from ..attention.slots import ActingRows, RequestMemory, Slots
 from ..bundle.lookup import QueryFeatures
 from ..errors import InduceKVError
-from ..protocol import STARTS, Decided, DecideSpec, InjectionSpec, Start, parse_specs
+from ..protocol import MEDIA, STARTS, Decided, DecideSpec, InjectionSpec, Start, parse_specs
 from ..retrieval.entry_terms import EntryTerms, FloatArray, Retrieval, entry_terms
 from ..vllm_seams.device import HostCopy
 from .answering import put_answer
@@ -180,6 +180,8 @@ class WorkerRequests:
                 self._resume(request, blocks)
             elif blocks is not None:
                 request.extend(blocks)
+        for request_id, features in getattr(scheduled, MEDIA, {}).items():
+            runner.give_media(request_id, features)
         starts: dict[str, Start] = getattr(scheduled, STARTS, {})
         for request_id, start in starts.items():
             self._settle(self.by_id[request_id], start, runner, is_running=request_id in cached.req_ids)
@@ -229,8 +231,6 @@ class WorkerRequests:
         self.take_up(request, start)
         if not is_running:
             return
-        if start.media is not None:
-            runner.give_media(request.id, start.media)
         if start.redo_from is not None:
             runner.take_back(request.id, start.redo_from)
         if start.adapter is not None:

@@ -176,6 +176,18 @@ def test_a_gate_reads_the_prefix_cache_and_decides_as_on_the_whole_prompt(served
         assert served.counted("prefix_cache_hits") == before
 
 
+def test_gates_and_uniform_memory_in_one_batch_under_preemption(served: MemoryEngine) -> None:
+    """Undecided requests are preempted too: there are more prompts than blocks."""
+    questions = prompts(14, seed=16)
+    tasks = [("a", None, "b")[i % 3] for i in range(14)]
+    before = served.counted("num_preemptions")
+    with served.gated(questions, tasks, **UNIFORM):
+        for _ in range(2):  # the second time prompts are in the cache, in part
+            answers = served.check(questions, ["gated"] * 14, greedy(max_tokens=40))
+            assert [answer.decision and answer.decision.task for answer in answers] == tasks
+    assert served.counted("num_preemptions") > before
+
+
 def test_memory_of_the_generation_joins_the_pass_that_decides(
     served: MemoryEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def sampling(bad_words: list[list[int]] | None = None, **changes: Any) -> Sampli
         ({"allowed_token_ids": [7, 8]}, "not in allowed_token_ids"),
         ({"bad_words": [[8, 7]]}, "bad_words bans one of its words"),
         ({"bad_words": [[5], [2]]}, "bad_words bans one of its words"),
+        ({"min_tokens": 4}, "min_tokens is 4, and the answer has 3"),  # the model would go on behind it
     ],
 )
 def test_what_forbids_an_answer(changes: dict[str, Any], why: str) -> None:
@@ -46,7 +47,7 @@ def test_what_forbids_an_answer(changes: dict[str, Any], why: str) -> None:
         {"logit_bias": {8: -99.0, 5: -100.0}},
         {"allowed_token_ids": [2, 7, 8, 9]},
         {"bad_words": [[7, 7], [8, 2]]},
-        {"stop": ["a"], "min_tokens": 10, "max_tokens": 10, "logprobs": 3},
+        {"stop": ["a"], "min_tokens": 3, "max_tokens": 10, "logprobs": 3},
     ],
 )
 def test_what_does_not(changes: dict[str, Any]) -> None:

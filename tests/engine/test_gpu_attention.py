@@ -42,6 +42,8 @@ def install(folder: Path) -> None:
         # V1 tells the rows of a step by another adapter, and nothing else depends on the runner: test_runners.py by
         # itself runs with that adapter.
         pytest.param(KernelsAroundFlashAttention, "0", (RUNNERS,), "", marks=pytest.mark.slow),
+        # The memory attention of CPUs, on the runner that they will have once V1 is gone.
+        pytest.param(None, "1", (RUNNERS,), "", marks=pytest.mark.slow),
         # Another backend: sinks and sliding windows, without a log-sum-exp, as in test_decoupled_attention_kinds.py by
         # itself; attention/test_kernel_memory.py has the kernels around any backend.
         pytest.param(KernelsAroundCPUAttention, "1", (KINDS,), "sinks", marks=pytest.mark.slow),
@@ -53,10 +55,10 @@ def install(folder: Path) -> None:
             KernelsAroundFlashAttention, "0", (DRAFTS,), f"{HEADS} and not draft_model", marks=pytest.mark.slow
         ),
     ],
-    ids=["V2", "V1", "another backend", "latents", "two memories", "drafts on V2", "drafts on V1"],
+    ids=["V2", "V1", "CPU's on V2", "another backend", "latents", "two memories", "drafts on V2", "drafts on V1"],
 )
 def test_answers_are_those_of_transformers(
-    tmp_path: Path, worker: type, runner: str, tests: tuple[str, ...], selected: str
+    tmp_path: Path, worker: type | None, runner: str, tests: tuple[str, ...], selected: str
 ) -> None:
     install(tmp_path)
     paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -67,8 +69,9 @@ def test_answers_are_those_of_transformers(
         "TRITON_INTERPRET": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "VLLM_USE_V2_MODEL_RUNNER": runner,
-        WORKER_VARIABLE: f"{worker.__module__}.{worker.__name__}",
     }
+    if worker is not None:
+        environment[WORKER_VARIABLE] = f"{worker.__module__}.{worker.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", "-k", selected]
     command += [f"tests/engine/{each}" for each in tests]
     command += ["-m", "slow or not slow"] if tests == (DRAFTS,) else []

@@ -25,7 +25,14 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.scalar_type import scalar_types
 
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.vllm_seams.known_bugs import Fault, check_experts, check_flags, check_states, has_4_bit_kernel
+from inducekv_vllm.vllm_seams.known_bugs import (
+    Fault,
+    check_experts,
+    check_flags,
+    check_states,
+    has_4_bit_kernel,
+    may_mix_adapters,
+)
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone
 from tests.engine.parity import FEWER_PROCESSES, engine, greedy, served_logprobs, text_prompts
@@ -38,6 +45,17 @@ TORCH_ROPE = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 def test_a_refusal_names_the_version_and_the_report() -> None:
     assert str(Fault("0.32", "#1").refusal("it is wrong")) == "it is wrong (vLLM 0.32, vllm-project/vllm#1)"
     assert str(Fault("0.32", None).refusal("it is wrong")) == "it is wrong (vLLM 0.32, not reported)"
+
+
+def test_a_fault_is_here_until_the_version_that_has_mended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.33.0+cpu")
+    assert [Fault("0.32", None, mended).is_here for mended in (None, "0.33", "0.34")] == [True, False, True]
+    config: Any = SimpleNamespace(lora_config=object(), model_config=SimpleNamespace(enforce_eager=False))
+    assert may_mix_adapters(config)
+    monkeypatch.setattr("vllm.__version__", "0.32.0")
+    assert not may_mix_adapters(config)  # of a compiled model
+    config.model_config.enforce_eager = True
+    assert may_mix_adapters(config)
 
 
 # ---- what layers compute ---------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from prometheus_client import Counter, Gauge, Histogram
+from vllm import envs
 
 from inducekv_vllm import SUPPORTED_VLLM
 from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
@@ -82,6 +83,12 @@ def test_the_docs_list_every_metric() -> None:
     text = (ROOT / "docs" / "operate.md").read_text()
     listed = set(re.findall(r"`(inducekv:\w+)`", text))
     assert listed == {name.removesuffix("_bucket") for name in exported() if not name.endswith(("_sum", "_count"))}
+
+
+def test_the_docs_say_how_long_an_idle_connection_is_kept() -> None:
+    """A proxy must not keep it longer."""
+    seconds = envs.environment_variables["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]()
+    assert f"for {seconds} seconds (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`)" in (ROOT / "docs" / "operate.md").read_text()
 
 
 def test_every_alert_is_explained_and_tried() -> None:

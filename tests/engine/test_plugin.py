@@ -205,7 +205,7 @@ def test_kernels_that_are_the_same_in_every_batch_are_not_promised(monkeypatch: 
     [
         (True, None, True, None),
         (True, "0", False, None),
-        (True, None, False, "ask for the V1 runner with VLLM_USE_V2_MODEL_RUNNER=0"),
+        (True, None, False, "VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner, which vLLM means to remove"),
         (False, "0", False, "needs Triton and its driver"),
     ],
 )

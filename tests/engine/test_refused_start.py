@@ -78,7 +78,7 @@ def test_the_command_says_what_other_processes_have_refused(
     monkeypatch.setattr(launcher, "parsed", lambda given: SimpleNamespace())
     monkeypatch.setattr(launcher, "prepare", lambda args, environment: None)
     monkeypatch.setattr("vllm.logger.configure_logging_from_args", lambda args: None)
-    monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
+    monkeypatch.setattr("inducekv_vllm.vllm_seams.moved.cli_env_setup", lambda: None)
     with pytest.raises(SystemExit) as end:
         launcher.main([])
     assert end.value.code == 2

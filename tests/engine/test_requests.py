@@ -16,7 +16,7 @@ from inducekv_vllm.attention.slots import RequestMemory, Slots
 from inducekv_vllm.errors import CapacityError
 from inducekv_vllm.frontend.request import MEMORIES_OPTION, memory_names, require_top_k
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from inducekv_vllm.protocol import STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter, extra_args_of
+from inducekv_vllm.protocol import MEDIA, STARTS, DecideSpec, InjectionSpec, Start, TaskAdapter, extra_args_of
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from inducekv_vllm.vllm_seams.runner import StepRows
 from inducekv_vllm.workers.answering import ANSWER
@@ -48,6 +48,7 @@ class Worker:
         preempted: str = "",
         finished: str = "",
         starts: dict[str, Start] | None = None,
+        media: dict[str, list[object]] | None = None,
     ) -> list[WorkerRequest]:
         """The requests that are new and undecided."""
 
@@ -65,7 +66,7 @@ class Worker:
             preempted_req_ids=set(preempted),
             scheduled_new_reqs=[started(name, spec) for name, spec in (new or {}).items()],
             scheduled_cached_reqs=cached,
-            **{STARTS: starts or {}},
+            **{STARTS: starts or {}, MEDIA: media or {}},
         )
         known = set(self.requests.by_id)
         self.requests.follow(scheduled, runner)
@@ -141,18 +142,20 @@ def test_a_request_is_decided_once() -> None:
 
 
 def test_a_request_goes_on_with_an_adapter_and_its_media() -> None:
+    """Its pixels are given to any request, also one without memory."""
     worker, adapter = Worker(), TaskAdapter("style", 3, "/adapters/style")
     worker.follow({"a": DECIDE})
-    worker.follow(resumed=("a",), starts={"a": Start(0, adapter=adapter, media=["features"])})
+    media = {"a": ["features"], "without": ["others"]}
+    worker.follow(resumed=("a",), starts={"a": Start(0, adapter=adapter)}, media=media)
     assert worker.calls == [
         ("give_media", "a", ["features"]),
+        ("give_media", "without", ["others"]),
         ("take_back", "a", 0),
         ("switch_adapter", "a", adapter.lora_request),
     ]
     assert worker.memory("a") is None
-    known = Start(adapter=adapter, media=["features"])
-    worker.follow({"b": DECIDE}, starts={"b": known})  # vLLM tells the runner after this
-    assert len(worker.calls) == 3
+    worker.follow({"b": DECIDE}, starts={"b": Start(adapter=adapter)})  # vLLM tells the runner after this
+    assert len(worker.calls) == 4
 
 
 def test_the_rows_that_memory_acts_on() -> None:

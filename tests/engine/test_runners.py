@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from tests.engine.parity import (
 )
 from tests.reference import reference_logprobs
 
-CHUNK, BLOCK = 40, 32
+CHUNK, BLOCK = 40, 64
 KINDS = (None, "first", "sqrt", "generation", "second", "prior", "text", "other", "prompt")
 
 
@@ -56,7 +57,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="module")
 def served(world: World) -> Iterator[MemoryEngine]:
     """Prompts in chunks, prefix caching on, too few blocks, a small pool."""
-    small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 12, "block_size": BLOCK}
+    small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 7, "block_size": BLOCK}
     small |= {"additional_config": {"inducekv": {"memory_pool_entries": 256}}}
     with engine(world.model, environment=FEWER_PROCESSES, enforce_eager=True, disable_log_stats=False, **small) as llm:
         yield MemoryEngine(world, llm)
@@ -98,6 +99,44 @@ def test_blocks_are_shared_up_to_the_first_active_position(served: MemoryEngine)
         cached.append(answer.output.num_cached_tokens == (length - 1) // BLOCK * BLOCK)
         assert cached[-1] or answer.output.num_cached_tokens == 0
     assert cached == [False, True, False, True, False, True]
+
+
+@contextmanager
+def no_longer_encoded(served: MemoryEngine, when: Callable[[Any], bool], *, is_preempted: bool) -> Iterator[None]:
+    """Once this holds for a running request, what its picture has become is gone, and with preemption its blocks."""
+    engine, done = served.offline.llm.llm_engine, list[str]()
+    step, scheduler = engine.step, engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+    def step_and_forget() -> Any:
+        outputs = step()
+        if not done and any(map(when, scheduler.running)):
+            done.append("forgotten")
+            assert not is_preempted or engine.reset_prefix_cache(reset_running_requests=True)
+            engine.reset_encoder_cache()
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", step_and_forget)
+        yield
+    assert done
+
+
+@pytest.mark.parametrize("name", [None, "generation", "prompt"])
+def test_a_picture_that_the_prefix_cache_had_is_encoded_after_all(served: MemoryEngine, name: str | None) -> None:
+    """The request is preempted, and its blocks are gone when it goes on: it came without its pixels."""
+    question = next(p for p in prompts(5, seed=24) if len(p.question) > 80)
+    served.check([question], [name])
+    with no_longer_encoded(served, lambda request: request.num_output_tokens > 3, is_preempted=True):
+        (answer,) = served.check([question], [name])
+    assert answer.output.num_cached_tokens == BLOCK
+
+
+def test_a_request_goes_back_in_place_to_before_its_picture(served: MemoryEngine) -> None:
+    """In a later chunk than the picture's: the runner may have let its pixels go."""
+    question = prompts(4, seed=25)[3]
+    with no_longer_encoded(served, lambda request: request.num_computed_tokens == 0, is_preempted=False):
+        (answer,) = served.check([question], ["prompt"])
+    assert CHUNK < len(answer.output.prompt_token_ids or ()) <= BLOCK
 
 
 def test_loads_and_unloads_under_way(served: MemoryEngine, world: World, tmp_path: Path) -> None:
@@ -190,7 +229,7 @@ def test_kernels_graphs_and_log_sum_exps_took_part(served: MemoryEngine) -> None
     calls = served.offline.llm.collective_rpc("inducekv_calls")[0]
     assert all(calls[kind] >= 36 for kind in ("twin", "graphs", "lse")), calls
     kernels = calls["kernels"]  # of each test above that has memory
-    assert len(kernels) == 13, kernels
+    assert len(kernels) == 16, kernels
     assert all(number >= 1 for number in kernels.values()), kernels  # of each kind of step that a test has
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,7 +55,7 @@ class Runner:
     """A model runner's tables: of a new request it knows nothing before the step that begins it."""
 
     def __init__(self, is_v2: bool) -> None:
-        self.is_v2, self.known = is_v2, set[str]()
+        self.is_v2, self.known, self.given = is_v2, set[str](), list[str]()
 
     def take_back(self, name: str, redo_from: int) -> None:
         assert name in self.known
@@ -62,7 +63,11 @@ class Runner:
     def switch_adapter(self, name: str, adapter: object) -> None:
         assert self.is_v2 or name in self.known
 
-    give_media = switch_adapter
+    def give_media(self, name: str, features: list[object]) -> None:
+        """To a request that the runner knows, and that has come back: V2's come as new ones."""
+        assert not self.is_v2
+        assert name in self.known
+        self.given.append(name)
 
     def process_logits(self, name: str) -> None:
         pass
@@ -115,6 +120,7 @@ class Engine:
         prompt: list[int],
         decision: Decision | Decided | None = None,
         max_tokens: int = 6,
+        picture: PlaceholderRange | None = None,
         **changes: Any,
     ) -> Request:
         """`changes` of the request's sampling parameters."""
@@ -127,7 +133,8 @@ class Engine:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra, **changes)
         if decided is not None:
             self.decisions[name] = decided
-        self.requests[name] = Request(name, prompt, params, None, block_hasher=self.hasher)
+        media = [MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", "id", at) for at in [picture] if at]
+        self.requests[name] = Request(name, prompt, params, None, block_hasher=self.hasher, mm_features=media)
         self.scheduler.add_request(self.requests[name])
         return self.requests[name]
 
@@ -352,6 +359,29 @@ def test_aborted_before_its_decision() -> None:
     engine.drain()
     assert "m" not in engine.answers
     assert engine.starts == {}
+
+
+@pytest.mark.parametrize("decision", [None, CLOSED, opened(40), opened(0)])
+@pytest.mark.parametrize("uses_mrope", [False, True])
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_picture_that_is_encoded_after_all_is_sent_again(
+    decision: Decision | None, uses_mrope: bool, is_async: bool, is_v2: bool
+) -> None:
+    """The request came without it: with M-RoPE, without its pixels alone."""
+    engine = Engine(is_async, is_v2=is_v2)
+    engine.scheduler.model_uses_mrope = uses_mrope
+    for name in ("first", "again"):
+        engine.add(name, PROMPT, decision, picture=PlaceholderRange(5, 30))
+        for _ in range(3 + is_async):
+            engine.turn()
+        assert engine.runner.given == []
+        if name == "again":
+            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            engine.scheduler.reset_encoder_cache()
+        engine.drain()
+    assert engine.runner.given == ([] if is_v2 else ["again"])
+    assert not engine.scheduler.lacking_media
 
 
 @pytest.mark.parametrize("decision", [opened(70), opened(99), CLOSED, FOUND, replace(opened(99), same_pass=True)])

@@ -1,4 +1,4 @@
-"""`make compat` runs this on other versions of vLLM: what ends a server that cannot begin is vLLM's own."""
+"""A server that cannot begin ends, and says why: what ends it is vLLM's own."""
 
 from pathlib import Path
 

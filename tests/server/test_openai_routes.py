@@ -53,6 +53,15 @@ def test_the_base_name_is_the_model_without_memory(client: openai.OpenAI, world:
         assert deviation(world, response, prompt, world.bundles["first"]) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("route", ["sleep", "sleep?level=0", "release_kv_cache_memory"])
+def test_vllms_routes_for_developers_refuse_sleep(client: openai.OpenAI, server: str, route: str) -> None:
+    refused = httpx.post(f"{server}/{route}")
+    assert refused.status_code == 400
+    assert "sleep mode: what becomes of the memory pool" in refused.json()["error"]["message"]
+    assert httpx.get(f"{server}/is_sleeping").json() == {"is_sleeping": False}
+    assert ask(client, "first", prompts(1, seed=3)[0]).choices
+
+
 class TestTrace:
     def test_describes_the_injection(self, client: openai.OpenAI, server: str, world: World, served: str) -> None:
         (prompt,) = prompts(1, seed=2)

@@ -205,7 +205,7 @@ async def test_what_does_not_fit_beside_the_pinned_is_told_at_once(pool: Pool) -
 
 
 async def test_what_is_larger_than_the_pool_throws_nothing_out(files: Path) -> None:
-    pool = Pool(files, resolver=str(files), resolver_cache=str(files / "cache"))
+    pool = Pool(files, resolver=str(files))
     write_bundle(random_bundle(num_entries=20), files / "large.safetensors")
     await pool.load("n0", "n1", "n2")
     pool.workers.calls.clear()
@@ -220,7 +220,7 @@ async def test_what_is_larger_than_the_pool_throws_nothing_out(files: Path) -> N
 
 
 async def test_whoever_waits_for_room_throws_nothing_out_that_would_not_suffice(files: Path) -> None:
-    pool = Pool(files, resolver=str(files), resolver_cache=str(files / "cache"))
+    pool = Pool(files, resolver=str(files))
     write_bundle(LARGE, files / "large.safetensors")
     await pool.load("n0", "n1", "n2")
     with Turn() as turn:

@@ -21,7 +21,7 @@ from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import bringing, names, resolving
 from server.registry import BundleRegistry
 from server.resolvers import FolderResolver, resolver_of
-from server.resolving import Resolving
+from server.resolving import Resolving, default_cache
 from server.versions import Turn
 from tests.bundles import remade
 from tests.server.registries import BUNDLES, DIGEST, RUN, Workers, begin, end, in_turn
@@ -47,12 +47,12 @@ class Found:
 
     def __init__(self, folder: Path, uri: str, **settings: Any) -> None:
         settings = {"resolver_refresh_s": 0.0, **settings}
-        config = InduceKVConfig(resolver=uri, resolver_cache=str(folder / "cache"), **settings)
+        config = InduceKVConfig(resolver=uri, **settings)
         self.workers = Workers()
         self.registry: BundleRegistry = begin(config, self.workers, folder / "temporary")
         assert self.registry._resolving is not None
         self.resolving: Resolving = self.registry._resolving
-        self.cache = folder / "cache"
+        self.cache = Path(default_cache())
 
     async def ask(self, model: str) -> str | None:
         """Which bundle answers a request, None for 404."""
@@ -73,6 +73,12 @@ class Found:
 
         monkeypatch.setattr(self.resolving._resolver, "tag", counted)
         return names
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's are the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
 
 
 @pytest.fixture
