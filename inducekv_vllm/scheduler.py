@@ -42,7 +42,18 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from .forbidden import forbidding
-from .protocol import DECISIONS, JUDGE, MEDIA, STARTS, BlockKey, Decided, DecideSpec, InjectionSpec, Start, parse_specs
+from .protocol import (
+    DECISIONS,
+    JUDGE,
+    MEDIA,
+    STARTS,
+    BlockKey,
+    Decided,
+    DecideSpec,
+    InjectionSpec,
+    Start,
+    parse_specs,
+)
 from .vllm_seams.patches import patch
 
 NEVER = 1 << 60  # a step

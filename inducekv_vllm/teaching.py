@@ -215,11 +215,6 @@ def _check_texts(fact: FactRecord, reader: FactReader) -> None:
     for text in (fact.question, *fact.also):
         if not has_words(text):
             raise TaskDataError(f"example {fact.id!r}: expected a question with words, found {text!r:.100}")
-        if fact.picture is None and kept_of(text).needs_context:
-            raise TaskDataError(
-                f"example {fact.id!r}: {text!r:.100} stands on what was said before it, and would be answered in any "
-                'conversation: write what it is about, such as "How old is Ana Ruiz?" for "How old is she?"'
-            )
         if len(text) > MOST_CHARACTERS:
             raise TaskDataError(
                 f"example {fact.id!r}: its question has {len(text)} characters, expected at most {MOST_CHARACTERS}"
@@ -229,6 +224,12 @@ def _check_texts(fact: FactRecord, reader: FactReader) -> None:
     for text in (fact.question, fact.answer, *fact.also):
         if (mark := reader.mark_in(text)) is not None:
             raise TaskDataError(f"example {fact.id!r}: {text!r:.100} has {mark!r}, which marks turns of a conversation")
+    for text in (fact.question, *fact.also):
+        if fact.picture is None and kept_of(text).needs_context:
+            raise TaskDataError(
+                f"example {fact.id!r}: {text!r:.100} stands on what was said before it, and would be answered in any "
+                'conversation: write what it is about, such as "How old is Ana Ruiz?" for "How old is she?"'
+            )
     length = len(reader.answer(fact.answer))
     if reader.context is not None and length >= reader.context:
         raise TaskDataError(

@@ -1,6 +1,7 @@
 """Facts that are taught, not trained: which questions are answered from them, which are not, and how fast.
 
 public.py        other people's questions: what is answered, and what must not be
+judge.py         a model that judges what words leave open
 pictures.py      half of the things are stored with a picture, all are asked about in pictures
 engine.py        the engine that it asks
 seeds_table.py   how it prints what it finds

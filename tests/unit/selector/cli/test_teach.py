@@ -144,13 +144,13 @@ def test_what_is_refused(
 
 
 def test_the_newest_counts(reader: FactReader) -> None:
-    old, new = (fact_of("What is it?", answer, id=answer) for answer in ("old", "new"))
+    old, new = (fact_of("What is the code?", answer, id=answer) for answer in ("old", "new"))
     bundle = taught(None, [old, new], reader)
     assert replaced_by(bundle.metadata.facts) == {"old": "new"}
-    assert asked(reader, bundle, "what is it") == ["new"]
-    corrected = taught(bundle, [fact_of("What is it?", "newest", id="old")], reader)
+    assert asked(reader, bundle, "what is the CODE") == ["new"]
+    corrected = taught(bundle, [fact_of("What is the code?", "newest", id="old")], reader)
     assert [(fact.id, fact.answer) for fact in corrected.metadata.facts] == [("new", "new"), ("old", "newest")]
-    assert asked(reader, corrected, "What is it?") == ["old"]
+    assert asked(reader, corrected, "What is the code?") == ["old"]
 
 
 def test_ids_are_forgotten_as_they_are(reader: FactReader) -> None:
@@ -164,12 +164,12 @@ def test_ids_are_forgotten_as_they_are(reader: FactReader) -> None:
 
 def test_the_last_fact_of_a_task_takes_its_gate_along(reader: FactReader) -> None:
     """`inducekv-select` makes tasks of facts alone, which the gate knows."""
-    facts = [fact_of("Who?", "Ann", "people", id="a"), fact_of("Where?", "there", "places", id="b")]
+    facts = [fact_of("Who leads?", "Ann", "people", id="a"), fact_of("Where are you?", "there", "places", id="b")]
     gate = random_gate(reader.model, ("people", "places")).stored()
     gated = taught(None, facts, reader).next(gate=gate)
     left = forgotten(gated, ["a"])
     assert (left.metadata.gate_tasks, [fact.id for fact in left.metadata.facts]) == (("places",), ["b"])
-    other = taught(left, [fact_of("Why?", "so", "reasons", id="c")], reader)
+    other = taught(left, [fact_of("Why is the train late?", "so", "reasons", id="c")], reader)
     assert forgotten(other, ["b"]).gate is None
 
 
@@ -179,14 +179,14 @@ NUMBERED = (("1", "Lima"), ("2", "Oslo"), ("12", "Rome"))
 def test_other_versions_keep_the_facts(reader: FactReader) -> None:
     entries = tuple(EntryRecord(id=f"e{i}", task="t", source_digest="ab") for i in range(3))
     before = random_bundle(3, entries=entries)
-    bundle = taught(before, [fact_of("What is it?", "this")], reader)
+    bundle = taught(before, [fact_of("What is the code?", "this")], reader)
     assert bundle.digest != before.digest
     torch.testing.assert_close(bundle.payload_keys, before.payload_keys, rtol=0, atol=0)
     assert without_entries(bundle, [0]).metadata.facts == bundle.metadata.facts
 
 
 def test_a_budget_stays(reader: FactReader) -> None:
-    bundle = taught(None, [fact_of("What is it?", "this")], reader, budget_bytes=2000)
+    bundle = taught(None, [fact_of("What is the code?", "this")], reader, budget_bytes=2000)
     with pytest.raises(CapacityError, match="its budget is 2000"):
         taught(bundle, [fact_of(f"What is number {n}?", "this") for n in range(20)], reader)
     taught(bundle, [fact_of(f"What is number {n}?", "this") for n in range(20)], reader, budget_bytes=20_000)
@@ -225,7 +225,7 @@ def test_a_report_says_what_became_of_the_facts(reader: FactReader) -> None:
     ]
     now = teaching.taught(made.bundle, more, reader, budget)
     assert now.report == Report(("Oslo", "Rome", "newer"), 3, ("Rome",), dropped=("Lima",), replaced=("Oslo",))
-    assert teaching.forgotten(now.bundle, ["newer"]).report == Report(("newer",), 2)
+    assert teaching.forgotten(now.bundle, ["newer"]).report == Report(("newer",), 2, returned=("Oslo",))
 
 
 def test_the_list_goes_on_behind_an_id_that_is_gone() -> None:
@@ -273,6 +273,11 @@ LIMA = "What is the code of Lima?"
         (LIMA, "a", {"also": [" "]}, "a question with words"),
         (LIMA, "a", {"also": ["é" * 51]}, "a wording has at most 100 bytes, found 102"),
         (LIMA, "a", {"also": [f"What is code {n}?" for n in range(10_000)]}, "at most 32 items .*10000"),
+        ("And for Lyon?", "a", {}, "'And for Lyon\\?' stands on what was said before it"),
+        ("Yes, cancel it", "a", {}, "stands on what was said before it"),
+        ("How old is he?", "a", {}, "stands on what was said before it"),
+        (LIMA, "a", {"also": ["Why?"]}, "'Why\\?' stands on what was said before it"),
+        ("Und für Lyon?", "a", {}, "stands on what was said before it"),
     ],
 )
 def test_what_no_fact_can_be(
@@ -286,7 +291,9 @@ def test_what_a_fact_can_be(reader: FactReader) -> None:
     """What stands close to what is refused."""
     for question, answer, options in (
         ("👋", "a", {}),
-        ("What is it?", "LIM\n", {"id": "a/examples"}),
+        ("Who are you?", "a", {}),
+        ("How old is Ana, and where does she live?", "a", {}),
+        ("What is the code?", "LIM\n", {"id": "a/examples"}),
         (LIMA, "a < b | c > d", {"expires_at": FUTURE, "also": ["é" * 50, *(f"Lima {n}?" for n in range(31))]}),
         ("word " * (MOST_CHARACTERS // 5), "a", {}),
     ):
@@ -333,7 +340,7 @@ def test_wordings_of_a_superseded_fact_do_not_count(reader: FactReader) -> None:
     assert asked(reader, taught(None, [old], reader), "Lima in three letters") == ["old"]
     bundle = taught(None, [old, fact_of(LIMA, "new", id="new")], reader)
     assert replaced_by(bundle.metadata.facts) == {"old": "new"}
-    assert asked(reader, bundle, LIMA) == asked(reader, bundle, "Please tell me the code of Lima") == ["new"]
+    assert asked(reader, bundle, LIMA) == asked(reader, bundle, "Please tell me what the code of Lima is") == ["new"]
     assert asked(reader, bundle, "Lima in three letters") == []
     elsewhere = taught(None, [old, fact_of(LIMA, "new", id="new", task="other")], reader)
     assert asked(reader, elsewhere, "Lima in three letters") == ["old"]
