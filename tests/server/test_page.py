@@ -208,7 +208,7 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
         unfold("#facts")
         page.wait_for(f"{FACT} === 'Ann'")
 
-        fill(question="The tower: who keeps it?", tokens="16")
+        fill(question="Please tell me: who keeps the tower?", tokens="16")
         press("Ask", "#ask")
         answers = "[...document.querySelectorAll('.answer pre')].map(p => p.innerText)"
         page.wait_for(f"{answers}.length === 2 && !{answers}.includes('…')")
