@@ -339,7 +339,7 @@ def test_facts_about_pictures(server: str) -> None:
 
     response = teacher.teach(*(about(each, str(at)) for at, each in enumerate(asked_about(known, "What is it?"))))
     assert response.status_code == 200, response.text
-    questions = asked_about([*known, *drawings(4, 2)], "What is it?")
+    questions = asked_about([*known, *drawings(4, 2)], "Please tell me: what is it?")
     assert [teacher.answer(each)[1] for each in questions] == [[str(at)] for at in range(10)] + [[]] * 4
     assert teacher.answer(questions[3])[0] == "number 3"
     (other,) = asked_about(known[3:4], "Who made the thing in the picture?")
