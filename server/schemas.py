@@ -252,6 +252,7 @@ class MemoryExample(BaseModel):
     created_at: datetime | None
     expires_at: datetime | None
     has_picture: bool = Field(description="Whether its question is about a picture.")
+    picture: str | None = Field(description="It, small, as a data URL. Shown to the admin only.")
     superseded_by: str | None = Field(description="The newer fact that answers the same question.")
 
 

@@ -4,8 +4,8 @@ It reads an instruction with examples, which stays in its prefix cache, and the 
 logarithm of the odds of yes is what it thinks; a pair is asked in both directions, and the smaller odds count. What a
 model is worth as a judge is measured on pairs that the package has (`ABILITY`), and so is its threshold.
 
-Nothing in a question can speak to it: a question is one quoted line, and one that has the prompt's own words, a mark of
-the chat template or more than `MOST_JUDGED` characters is not asked.
+Nothing in a question can speak to it: a question is one quoted line, in which a chat template's marks are text, and one
+that has the prompt's own words or more than `MOST_JUDGED` characters is not asked.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class JudgePrompt:
         return str(self._described["form"]).format(one_line(pair.stored), one_line(pair.asked))
 
     def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        """A chat template's marks in a text are text."""
+        return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
 def one_line(text: str) -> str:

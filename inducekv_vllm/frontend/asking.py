@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from vllm.engine.protocol import EngineClient
@@ -20,6 +20,7 @@ from ..facts.judge import JudgePrompt
 from ..vllm_seams.config import InduceKVConfig
 from ..vllm_seams.logs import logger_of
 from .judging import AskedJudge, ClassifierJudge, EngineJudge
+from .pictures import shown_in
 from .served_bundle import ServedBundle
 
 logger = logger_of(__name__)
@@ -44,13 +45,21 @@ class FactFinder:
             return None
         return started.result()[1].judged
 
-    async def asked(self, memories: Sequence[ServedBundle], prompt: EngineInput) -> tuple[AskedFacts, ...]:
-        """What a prompt asks for, of each of its memories."""
+    async def asked(
+        self, memories: Sequence[ServedBundle], prompt: EngineInput, before_waiting: Callable[[], None]
+    ) -> tuple[AskedFacts, ...]:
+        """What a prompt asks for, of each of its memories.
+
+        Args:
+            before_waiting: is called before others may run, which vLLM may have told that this prompt brings a picture.
+        """
         if not any(memory.metadata.facts for memory in memories):
             return tuple(NO_FACTS for _ in memories)
+        if self.judged is None:
+            before_waiting()
         reader, judge = await self.started(memories[0])
-        question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"])
-        return tuple([await self._of(memory, question, judge) for memory in memories])
+        question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"], shown_in(prompt))
+        return tuple([await self._of(memory, question, judge, before_waiting) for memory in memories])
 
     async def resembled(self, memory: ServedBundle, facts: Sequence[FactRecord]) -> dict[str, list[str]]:
         """By the ids of new facts, those of facts with other answers that the judge takes for the same question.
@@ -87,11 +96,15 @@ class FactFinder:
         judged = Judged(self._threshold, has_room=prompt.fits(reader.context))
         return reader, FactJudge(EngineJudge(self._generate, prompt), judged)
 
-    async def _of(self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge) -> AskedFacts:
+    async def _of(
+        self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge, before_waiting: Callable[[], None]
+    ) -> AskedFacts:
         if not memory.metadata.facts:
             return NO_FACTS
+        if not memory.has_questions:
+            before_waiting()
         questions = await memory.stored_questions()
-        found = questions.candidates(question.text, has_media=question.has_media)
+        found = questions.candidates(question.text, has_media=question.has_media, picture=question.picture)
         judged = judge.judged
         if not found.pairs or found.by_words:
             return found.settled(None, 0.0)
