@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from vllm.lora.request import LoRARequest
 
@@ -84,7 +84,7 @@ class TaskAdapter:
 class DecideSpec:
     """The worker asks a bundle's gate and index when it knows what the prompt tells them."""
 
-    bundle: str  # its digest; empty if the worker shall only read what the prompt's pictures are like
+    bundle: str  # its digest
     retrieval: bool  # whether the query key for the retrieval is needed; the prompt is computed as a whole then
     top_k: int | None
     owner: str = ""  # who may share the decision
@@ -100,9 +100,6 @@ class DecideSpec:
         top_k = None if raw["top_k"] is None else int(raw["top_k"])
         asked = AskedFacts.parse(raw["asked"])
         return cls(str(raw["bundle"]), bool(raw["retrieval"]), top_k, str(raw["owner"]), adapters, asked)
-
-
-PICTURE_SPEC: Final = DecideSpec(bundle="", retrieval=False, top_k=None)
 
 
 Specs = tuple[DecideSpec, ...] | tuple[InjectionSpec, ...]  # in the order of the request's memories
@@ -158,7 +155,6 @@ class Decision:
     same_pass: bool = False  # the prompt's forward pass went on with what is decided; without it, the request goes back
     fact: FactFound | None = None  # beside any outcome but an error
     missed: FactMissed | None = None  # the nearest one, if none was found
-    picture: str | None = None  # the packed state of the prompt's pictures, if that is all that was asked for
 
     @property
     def error(self) -> str | None:

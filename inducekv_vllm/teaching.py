@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from pydantic import ValidationError
 
 from .backbone.fact_reader import FactReader
-from .bundle import Bundle, FactRecord, bundle_without_entries
+from .bundle import Bundle, FactRecord, PictureRecord, bundle_without_entries
 from .bundle.metadata import MAX_ID, first_problem
 from .bundle.plain_text import found_beside_text
 from .bundle.source import source_digest_of
@@ -34,24 +34,24 @@ def fact_of(
     task: str = DEFAULT_TASK,
     id: str | None = None,
     expires_at: datetime | None = None,
-    picture: str | None = None,
+    picture: PictureRecord | None = None,
     also: Sequence[str] = (),
 ) -> FactRecord:
     """A new fact. Without an id it gets one that follows from its question and task.
 
     Args:
         also: other wordings of the question, of at most 100 bytes each.
-        picture: the state of the question's pictures, as `inducekv_vllm.facts.packed` gives it; None without any.
+        picture: the question's pictures; None without any.
 
     Raises:
         TaskDataError: an id, task, question, answer or wording is empty or has something else than text in it, an id or
-            a wording is too long, there are too many wordings, or `picture` is no state.
+            a wording is too long, or there are too many wordings.
     """
     texts = {"id": id or "", "task": task, "question": question, "answer": answer, "wordings": "\n".join(also)}
     for what, text in texts.items():
         if (found := found_beside_text(text)) is not None:
             raise TaskDataError(f"example {id or question!r:.100}: {what}: expected text alone, found {found}")
-    pictures = [] if picture is None else [picture.encode()]
+    pictures = [] if picture is None else [picture.digest.encode()]
     digest = source_digest_of([{"role": "user", "content": [{"type": "text", "text": question}]}], pictures)
     try:
         return FactRecord(
@@ -206,6 +206,8 @@ def _check(facts: Sequence[FactRecord], earlier: Sequence[FactRecord], reader: F
         if fact.has_expired(now):
             raise TaskDataError(f"example {fact.id!r}: it has expired at {fact.expires_at}")
         _check_texts(fact, reader)
+        if fact.picture is not None and not reader.placeholders:
+            raise TaskDataError(f"example {fact.id!r}: its question has a picture, and the model takes text alone")
     _check_wordings([*earlier, *facts])
 
 
@@ -247,7 +249,7 @@ def _check_wordings(facts: Sequence[FactRecord]) -> None:
 
 def _asked(fact: FactRecord, question: str) -> tuple[str, Key, str | None]:
     """Questions with the same are one question, when they are taught as when they are asked."""
-    return fact.task, key_of_stored(question), fact.picture
+    return fact.task, key_of_stored(question), fact.shown
 
 
 def _says_the_same(old: FactRecord, new: FactRecord) -> bool:

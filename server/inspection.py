@@ -103,7 +103,7 @@ async def memory_trace(
 
 @router.get("/v1/memory_server", summary="Show the versions of this server")
 async def memory_server(request: Request) -> MemoryServer:
-    """The versions of InduceKV and vLLM, which bundles they can load, and what the model is worth as a judge."""
+    """The versions of InduceKV and vLLM, which bundles they can load, and what the judge of facts is worth."""
     return MemoryServer(
         version=inducekv_vllm.__version__,
         vllm_version=vllm.__version__,

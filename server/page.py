@@ -31,6 +31,7 @@ async def page(request: Request) -> Response:
     nonce = secrets.token_urlsafe(16)
     text = PAGE.replace("{{nonce}}", nonce).replace("{{header}}", ADMIN_HEADER)
     policy = f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'"
+    policy += "; img-src data:"
     headers = {
         "Content-Security-Policy": f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         "Referrer-Policy": "no-referrer",

@@ -252,6 +252,7 @@ class MemoryExample(BaseModel):
     created_at: datetime | None
     expires_at: datetime | None
     has_picture: bool = Field(description="Whether its question is about a picture.")
+    picture: str | None = Field(description="It, small, as a data URL. Shown to the admin only.")
     superseded_by: str | None = Field(description="The newer fact that answers the same question.")
 
 
@@ -386,7 +387,7 @@ class MemoryTrace(BaseModel):
 
 
 class JudgeState(BaseModel):
-    """The served model as a judge of whether two questions are one, on pairs that come with InduceKV."""
+    """The judge of whether two questions are one, on pairs that come with InduceKV."""
 
     is_able: bool | None = Field(description="Null while it is measured.")
     threshold: float | None = Field(description="Log-odds from which on a stored answer is said.")
@@ -403,5 +404,5 @@ class MemoryServer(BaseModel):
     vllm_version: str = Field(description="The version of vLLM.", examples=["0.32.0"])
     bundle_formats: list[int] = Field(description="The versions of the bundle format that can be loaded.")
     judge: JudgeState | None = Field(
-        description="Whether the served model judges other wordings of facts; null until a request may ask for one."
+        description="Whether there is an able judge of other wordings of facts; null until a request may ask for one."
     )

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from inducekv_vllm.backbone.fact_reader import FactReader
-from inducekv_vllm.bundle import Bundle, FactRecord
+from inducekv_vllm.bundle import Bundle, FactRecord, PictureRecord
 from inducekv_vllm.errors import InduceKVError, TaskDataError, UnknownBundle, UnknownFact
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.pictures import is_picture
@@ -42,7 +42,7 @@ from .schemas import (
     TeachRequest,
 )
 
-Asked = tuple[str, str | None]  # a question's text, and what its pictures are like
+Asked = tuple[str, PictureRecord | None]  # a question's text, and its pictures
 PICTURES_AT_ONCE: Final = 8
 router = APIRouter(tags=[TAG], route_class=MemoryRoute)
 BAD_QUERY = errors(BAD_REQUEST="`limit` is no number from 1 to 10,000.")
@@ -154,7 +154,7 @@ def _without(bundle: Bundle | None, reader: FactReader, *, example_id: str) -> T
 
 
 async def _facts(examples: Sequence[TaughtExample], engine: MemoryEngine) -> list[FactRecord]:
-    """Facts of examples; what their pictures are like is asked of the engine, a few at a time."""
+    """Facts of examples; pictures are decoded a few at a time."""
 
     async def fact(place: int) -> FactRecord:
         example = examples[place]
@@ -179,11 +179,11 @@ async def _resembled(
 
 
 async def _asked(messages: Sequence[ExampleMessage], example: str, engine: MemoryEngine) -> Asked:
-    """The text of the one user message, and the state of its pictures, if it has any.
+    """The text of the one user message, and its pictures, if it has any.
 
     Raises:
-        TaskDataError: there are other messages, or something else than text and pictures is in it.
-        UnsupportedModel: pictures cannot be told from each other with this model.
+        TaskDataError: there are other messages, something else than text and pictures is in it, or a picture cannot be
+            used.
     """
     users = [message for message in messages if message.role == "user"]
     if len(users) != 1 or messages[-1].role != "user":
@@ -199,7 +199,7 @@ async def _asked(messages: Sequence[ExampleMessage], example: str, engine: Memor
             f"example {example}: expected text and pictures, found parts of the types {', '.join(kinds)}"
         )
     try:
-        return "\n".join(texts), await engine.picture_state(content) if pictures else None
+        return "\n".join(texts), await engine.picture(content) if pictures else None
     except InduceKVError as error:
         raise type(error)(f"example {example}: {error}") from error
 
@@ -215,6 +215,7 @@ def _shown(fact: FactRecord, superseded_by: str | None, is_admin: bool) -> Memor
         created_at=fact.created_at,
         expires_at=fact.expires_at,
         has_picture=fact.picture is not None,
+        picture=fact.picture.data_url if fact.picture is not None and is_admin else None,
         superseded_by=superseded_by,
     )
 

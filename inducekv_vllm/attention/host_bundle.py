@@ -14,7 +14,7 @@ from ..backbone.fact_reader import FactReader
 from ..backbone.stored_facts import StoredAnswers
 from ..bundle import Bundle
 from ..bundle.lookup import BundleIndex
-from ..gate import TurnMarks, WordScores
+from ..gate import WordScores
 from ..retrieval.entry_terms import IntArray
 
 HEAP_BYTES = 12  # that Python's objects take for each byte of the metadata; measured with 20 facts, fewer with more
@@ -30,7 +30,6 @@ class HostPart:
     words: WordScores | None = None
     facts: StoredAnswers | None = None
     reader: FactReader | None = None
-    picture_marks: TurnMarks | None = None  # for a bundle whose facts are told apart by pictures, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,6 @@ class HostBundle:
         words: WordScores | None = None,
         facts: StoredAnswers | None = None,
         reader: FactReader | None = None,
-        picture_marks: TurnMarks | None = None,
     ) -> HostBundle:
         """Make its index. Arguments as in `HostPart`."""
         part = HostPart(
@@ -57,7 +55,6 @@ class HostBundle:
             words=words,
             facts=facts,
             reader=reader,
-            picture_marks=picture_marks,
         )
         tensors = sum(tensor.nbytes for tensor in bundle.tensors().values())
         return cls(bundle, part, tensors + HEAP_BYTES * len(bundle.metadata.model_dump_json()))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..bundle import BackboneFingerprint
+from ..files.picture import joined
 from ..gate import TurnMarks, deciding_tokens
 from .checkpoints import load_config, load_tokenizer
 from .fingerprint import fingerprint_of
@@ -26,12 +27,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class ShownPicture:
+    """A picture in a prompt."""
+
+    places: range  # of its tokens
+    digest: str  # of its pixels, see `inducekv_vllm.files.picture`
+
+
+@dataclass(frozen=True)
 class AskedQuestion:
     """What a prompt asks."""
 
     text: str
     has_media: bool
     begun: str  # the answer, as far as the request has begun it itself
+    picture: str | None = None  # the digest of the media that it is about; None: there is none, or it is not known
 
 
 @dataclass(frozen=True)
@@ -88,15 +98,20 @@ class FactReader:
             tokenizer, turn_marks(processor), answer_mark(processor), placeholder_ids(config), fingerprint, context
         )
 
-    def question(self, token_ids: Sequence[int]) -> AskedQuestion:
-        """What a prompt [T] asks."""
+    def question(self, token_ids: Sequence[int], pictures: Sequence[ShownPicture] = ()) -> AskedQuestion:
+        """What a prompt [T] asks, of whose media these are known."""
         deciding = deciding_tokens(token_ids, self.marks, self.placeholders)
         behind = tuple(token_ids[deciding.text[-1] + 1 :]) if deciding.text else ()
         begun = behind[len(self.answer_mark) :] if behind[: len(self.answer_mark)] == self.answer_mark else ()
         if self.marks.end in begun:  # an earlier answer, which the model is asked for again
             begun = ()
+        shown = [each for each in pictures if not set(each.places).isdisjoint(deciding.media)]
+        is_known = bool(shown) and set().union(*(each.places for each in shown)).issuperset(deciding.media)
         return AskedQuestion(
-            self._text([token_ids[at] for at in deciding.text]).strip(), bool(deciding.media), self._text(begun)
+            text=self._text([token_ids[at] for at in deciding.text]).strip(),
+            has_media=bool(deciding.media),
+            begun=self._text(begun),
+            picture=joined([each.digest for each in shown]) if is_known else None,
         )
 
     def answer(self, text: str) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""What a model says as a judge of facts, as far as it is known, and what it is worth.
+"""What a judge of facts says, as far as it is known, and what it is worth.
+
+The judge is the model that serves, or a classifier of pairs (`pair_classifier.py`): whoever asks it knows how.
 
 Each pair of questions is asked in both directions, and the smaller odds count. They are kept.
 """
@@ -9,32 +11,27 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from cachetools import LRUCache
-from transformers import PreTrainedTokenizerBase
 
 from ..facts import Pair
-from ..facts.judge import ENOUGH, Ability, JudgePrompt, ability, is_hopeless, known_pairs, prices
+from ..facts.judge import ENOUGH, Ability, ability, is_hopeless, known_pairs, prices
 
 KEPT_PAIRS: Final = 1 << 16
 NOT_MEASURED: Final = "it is measured now whether the model can judge other wordings"
 NO_ROOM: Final = "the model's context has no room for the judge's question"
 NOT_ABLE: Final = "the model cannot judge other wordings"
-Prompts = list[list[int]]  # in tokens
+Ask = Callable[[Sequence[Pair]], Sequence[float]]  # the log-odds that the second of a pair asks what the first asks
 
 
 class Judged:
-    """See the module docstring. Whoever asks the model tells it what was said."""
+    """See the module docstring. Whoever asks the judge tells it what was said."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, threshold: float | None = None, context: int | None = None
-    ) -> None:
+    def __init__(self, threshold: float | None = None, *, has_room: bool = True) -> None:
         """
         Args:
             threshold: of log-odds, instead of the measured one.
-            context: tokens that the model takes; None: enough.
+            has_room: whether the judge's context has room for a pair.
         """
-        self.prompt = JudgePrompt(tokenizer)
-        self._has_room = context is None or self.prompt.most_tokens < context
-        self._threshold = threshold
+        self._has_room, self._threshold = has_room, threshold
         self._odds: LRUCache[Pair, float] = LRUCache(KEPT_PAIRS)
         self.ability: Ability | None = None  # None until it is measured
         self.is_asked = False  # whether it has to be
@@ -70,22 +67,23 @@ class Judged:
         """Those that have to be asked."""
         return [pair for pair in dict.fromkeys(pairs) if pair not in self._odds]
 
-    def prompts(self, pairs: Sequence[Pair]) -> Prompts:
-        """In both directions."""
-        return [self.prompt.token_ids(each) for pair in pairs for each in (pair, Pair(pair.asked, pair.stored))]
+    @staticmethod
+    def both_ways(pairs: Sequence[Pair]) -> list[Pair]:
+        """What is asked about pairs: each of them, and the same turned round."""
+        return [each for pair in pairs for each in (pair, Pair(pair.asked, pair.stored))]
 
     def take(self, pairs: Sequence[Pair], odds: Sequence[float]) -> None:
-        """The odds of `prompts`."""
+        """The odds of `both_ways` of pairs."""
         self._odds.update(zip(pairs, _smaller(odds), strict=True))
 
     def known(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
         return {pair: self._odds[pair] for pair in pairs if pair in self._odds}
 
-    def measure(self, ask: Callable[[Prompts], Sequence[float]]) -> None:
+    def measure(self, ask: Ask) -> None:
         """Ask about known pairs, until it is clear."""
         odds = list[float]()
         for part in self.parts():
-            odds += ask(self.prompts(part))
+            odds += ask(self.both_ways(part))
             if self.is_hopeless(odds):
                 break
         self.measured(odds)
@@ -98,23 +96,23 @@ class Judged:
 
     @staticmethod
     def is_hopeless(odds: Sequence[float]) -> bool:
-        """Whether the odds of the first prompts tell already that the model is not able."""
+        """Whether the odds of the first pairs tell already that the model is not able."""
         return is_hopeless(_smaller(odds))
 
     def measured(self, odds: Sequence[float]) -> Ability:
-        """From the odds of the prompts of the first of `known_pairs`."""
+        """From the odds of both ways of the first of `known_pairs`."""
         self._measured = _smaller(odds)
         self.ability = ability(self._measured)
         return self.ability
 
-    def odds(self, pairs: Sequence[Pair], ask: Callable[[Prompts], Sequence[float]]) -> dict[Pair, float]:
+    def odds(self, pairs: Sequence[Pair], ask: Ask) -> dict[Pair, float]:
         """Of pairs, if the model is able, which is measured the first time."""
         if not pairs:
             return {}
         if self.is_to_be_measured and not self.may_judge:
             self.measure(ask)
         if self.may_judge and (new := self.new(pairs)):
-            self.take(new, ask(self.prompts(new)))
+            self.take(new, ask(self.both_ways(new)))
         return self.known(pairs)
 
 

@@ -1,9 +1,7 @@
 """The facts of a bundle for one model: which of them a request's text asks for, and what is said then.
 
-    StoredQuestions  the text alone: in the process that asks the judge, before the engine has the request
-    StoredAnswers    with what gate and picture tell: where the request is decided
-
-Shapes: F = J D features of a picture's state.
+StoredQuestions  its text and pictures: in the process that asks the judge, before the engine has the request
+StoredAnswers    with what the gate tells: where the request is decided
 """
 
 from __future__ import annotations
@@ -16,19 +14,21 @@ from functools import lru_cache, partial
 from typing import Final
 
 from ..bundle import BundleMetadata, FactRecord
-from ..facts import AskedFact, AskedFacts, FactFound, FactMissed, Found, Pair, PictureIndex, QuestionIndex
+from ..facts import AskedFact, AskedFacts, FactFound, FactMissed, Found, Pair, QuestionIndex
 from ..facts.index import kept_of, key_of_stored
 from ..facts.judge import can_be_asked
-from ..facts.question import Key
-from ..retrieval.entry_terms import FloatArray
 from .fact_reader import AskedQuestion, FactReader
 
 CACHED_ANSWERS: Final = 4096
+CACHED_PICTURES: Final = 1024  # whose questions are at hand
 MOST_JUDGED: Final = 3  # stored questions beside one request
 NEAR: Final = 0.34  # of a question's weight, that a request says of one that is judged, or named as missed
 NOT_JUDGED: Final = "nobody judges whether it asks the same in other words"
 NO_ANSWER: Final = "the judge has given no answer"
 REFUSED: Final = "the judge says that it asks something else"
+NOT_JUDGEABLE: Final = "it is too long to be judged, or has the judge's own words"
+OTHER_PICTURE: Final = "it shows other pictures"
+OTHER_WORDS: Final = "it says something else, or the same in other words"
 
 
 @dataclass(frozen=True)
@@ -67,26 +67,34 @@ class StoredQuestions:
         self._facts = facts
         self._open = self._questions(lambda fact: fact.picture is None and fact.task not in gate_tasks)
         self._shown = self._questions(lambda fact: fact.picture is not None)
+        self._pictures = defaultdict[str | None, list[int]](list)  # the numbers of their facts
+        for number, fact in enumerate(facts):
+            self._pictures[fact.shown].append(number)
+        self._about = lru_cache(CACHED_PICTURES)(lambda picture: _Questions(facts, self._pictures[picture]))
         self._gated = [self._questions(partial(_is_of, task)) for task in sorted(gate_tasks)]
 
-    def candidates(self, text: str, *, has_media: bool) -> Candidates:
+    def candidates(self, text: str, *, has_media: bool, picture: str | None = None) -> Candidates:
         """The facts that a text asks for by its words, and those that it may ask for.
 
         Args:
-            has_media: then facts with a picture are found, and without, the others.
+            has_media: then facts with these pictures are found, and without, those without.
+            picture: as that of `AskedQuestion`.
         """
+        return self._of_pictures(text, picture) if has_media else self._of_text(text)
+
+    def _of_pictures(self, text: str, picture: str | None) -> Candidates:
+        """By words alone: while a request waits for a judge, vLLM sends others with its picture without the data."""
         now = datetime.now(UTC)
-        questions = self._shown if has_media else self._open
-        found = questions.near(text, now)
-        named = (
-            ()
-            if has_media
-            else tuple(
-                AskedFact(number, each.comparison.closeness)
-                for number, each in (of_task for task in self._gated for of_task in task.named(text, now))
-            )
-        )
-        same = tuple(AskedFact(number, 1.0) for number, each in found.items() if each.comparison.is_same)
+        if picture is not None and picture in self._pictures:
+            found = self._about(picture).near(text, now)
+            return Candidates(_same(found), missed=_missed(found, OTHER_WORDS))
+        missed = _missed(self._shown.near(text, now), OTHER_PICTURE)
+        return Candidates((), missed=None if missed is None else replace(missed, why=OTHER_PICTURE))
+
+    def _of_text(self, text: str) -> Candidates:
+        now, questions = datetime.now(UTC), self._open
+        found, named = questions.near(text, now), self._named(text, now)
+        same = _same(found)
         if same or not found:
             return Candidates((*same, *named))
         likely = {
@@ -97,17 +105,22 @@ class StoredQuestions:
         near = dict(list(likely.items())[:MOST_JUDGED])
         pairs = {number: Pair(questions.texts[each.number], text) for number, each in near.items()}
         pairs = {number: pair for number, pair in pairs.items() if all(map(can_be_asked, pair))}
-        return Candidates((*same, *named), near, pairs, _missed(found))
+        return Candidates(named, near, pairs, _missed(found, NOT_JUDGEABLE))
+
+    def _named(self, text: str, now: datetime) -> tuple[AskedFact, ...]:
+        """Of each task of the gate, the fact about the same."""
+        found = (of_task for task in self._gated for of_task in task.named(text, now))
+        return tuple(AskedFact(number, each.comparison.closeness) for number, each in found)
 
     def resembled(self, fact: FactRecord) -> Candidates:
         """The facts with another answer that a new one's question may ask for."""
-        found = self.candidates(fact.question, has_media=fact.picture is not None)
+        found = self.candidates(fact.question, has_media=fact.picture is not None, picture=fact.shown)
         pairs = {number: pair for number, pair in found.pairs.items() if self._is_other(number, fact)}
         return Candidates((), found.near, pairs)
 
     def _is_other(self, number: int, fact: FactRecord) -> bool:
         old = self._facts[number]
-        return old.id != fact.id and old.answer != fact.answer and old.task == fact.task and old.picture == fact.picture
+        return old.id != fact.id and old.answer != fact.answer and old.task == fact.task and old.shown == fact.shown
 
     def _questions(self, belongs: Callable[..., bool]) -> _Questions:
         return _Questions(self._facts, [number for number, fact in enumerate(self._facts) if belongs(fact)])
@@ -122,13 +135,18 @@ def _needs_context(fact: FactRecord) -> bool:
     return fact.picture is None and kept_of(fact.question).needs_context
 
 
-def _missed(found: Mapping[int, Found]) -> FactMissed | None:
-    number, nearest = next(iter(found.items()))
-    comparison = nearest.comparison
-    if comparison.said < NEAR:
-        return None
-    why = comparison.differs or "it is too long to be judged, or has the judge's own words"
-    return FactMissed(number, why, comparison.missing, comparison.added)
+def _same(found: Mapping[int, Found]) -> tuple[AskedFact, ...]:
+    return tuple(AskedFact(number, 1.0) for number, each in found.items() if each.comparison.is_same)
+
+
+def _missed(found: Mapping[int, Found], otherwise: str) -> FactMissed | None:
+    """`otherwise` says why, if the questions do not differ in what they ask."""
+    for number, nearest in found.items():
+        comparison = nearest.comparison
+        if comparison.said < NEAR:
+            return None
+        return FactMissed(number, comparison.differs or otherwise, comparison.missing, comparison.added)
+    return None
 
 
 class _Questions:
@@ -139,7 +157,7 @@ class _Questions:
         self._facts = facts
         questions = {number: (facts[number].task, key_of_stored(facts[number].question)) for number in numbers}
         questions = {number: each for number, each in questions.items() if not _needs_context(facts[number])}
-        newest = {(*question, facts[number].picture): number for number, question in questions.items()}
+        newest = {(*question, facts[number].shown): number for number, question in questions.items()}
         asked = {
             (facts[number].task, key_of_stored(text)): (text, number)
             for number in sorted(newest.values())
@@ -168,54 +186,26 @@ class StoredAnswers:
     def __init__(self, metadata: BundleMetadata, reader: FactReader) -> None:
         self._facts, self.reader = metadata.facts, reader
         self._gate_tasks = frozenset(metadata.gate_tasks)
-        self._shown = defaultdict[str, dict[Key, int]](dict)  # by picture and question, of equal ones the newest
-        for number, fact in enumerate(metadata.facts):
-            if fact.picture is not None:
-                for text in (*fact.also, fact.question):
-                    self._shown[fact.picture][key_of_stored(text)] = number
-        self._pictures = PictureIndex(list(self._shown)) if self._shown else None
         self._answer = lru_cache(CACHED_ANSWERS)(lambda number: reader.answer(self._facts[number].answer))
 
     def find(
-        self,
-        asked: AskedFacts,
-        prompt: AskedQuestion,
-        fact_tasks: Collection[str] = (),
-        picture: FloatArray | None = None,
+        self, asked: AskedFacts, prompt: AskedQuestion, fact_tasks: Collection[str] = ()
     ) -> FactFound | FactMissed | None:
         """The fact that a request is answered with, or the nearest.
 
         Args:
-            asked: what its text asks for.
+            asked: what its text and pictures ask for.
             fact_tasks: of the tasks that the gate has, those that it allows.
-            picture: [F], the state of the prompt's media (`inducekv_vllm.facts.pictures`).
         """
         now, missed = datetime.now(UTC), asked.missed
-        for each in self._of_picture(asked.facts, picture) if prompt.has_media else asked.facts:
+        for each in asked.facts:
             fact = self._facts[each.number]
             if fact.has_expired(now):
                 continue
             if fact.task not in self._gate_tasks or fact.task in fact_tasks:
                 return self._found(each, prompt.begun)
             missed = FactMissed(each.number, f"the gate is closed for {fact.task!r}", (), (), each.odds)
-        if missed is None and asked.facts:
-            missed = FactMissed(asked.facts[0].number, "it shows another picture", (), (), asked.facts[0].odds)
         return missed
-
-    def _of_picture(self, asked: Sequence[AskedFact], picture: FloatArray | None) -> list[AskedFact]:
-        """The same questions about the picture that is shown."""
-        shown = None if picture is None or self._pictures is None else self._pictures.find(picture)
-        if shown is None:
-            return []
-        numbers, likeness = self._shown[shown[0]], shown[1]
-        keys = [(each, key_of_stored(text)) for each in asked for text in self._wordings(each.number)]
-        found = {
-            numbers[key]: replace(each, number=numbers[key], closeness=likeness) for each, key in keys if key in numbers
-        }
-        return list(found.values())
-
-    def _wordings(self, number: int) -> tuple[str, ...]:
-        return (self._facts[number].question, *self._facts[number].also)
 
     def _found(self, asked: AskedFact, begun: str) -> FactFound:
         number, rest = asked.number, begun.strip()

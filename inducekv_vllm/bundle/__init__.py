@@ -25,6 +25,7 @@ from .metadata import (
     GateRecord,
     OutputMap,
     PayloadDtype,
+    PictureRecord,
     Record,
 )
 from .signature import Signature, read_private_key, read_public_key, require_signature, sign_digest
@@ -59,6 +60,7 @@ __all__ = [
     "MagnitudeLimits",
     "OutputMap",
     "PayloadDtype",
+    "PictureRecord",
     "Record",
     "Signature",
     "bundle_digest",

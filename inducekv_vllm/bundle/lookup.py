@@ -1,6 +1,6 @@
 """What a bundle's gate and index say about a request: entries and weights, or nothing.
 
-Shapes: B entries, d hidden size, H evidence of the gate, F features of a picture's state.
+Shapes: B entries, d hidden size, H evidence of the gate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class QueryFeatures:
 
     key: FloatArray | None = None  # [d] float32, unit norm: the mean of the final hidden states
     evidence: FloatArray | None = None  # [H] float32, for the gate
-    picture: FloatArray | None = None  # [F] float32, for facts: see `inducekv_vllm.facts.pictures`
 
 
 @dataclass(frozen=True)

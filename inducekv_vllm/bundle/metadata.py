@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal, Self
 
+from PIL.Image import Image
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -18,7 +20,7 @@ from pydantic import (
 )
 
 from ..errors import BundleError
-from ..facts import unpacked
+from ..files.picture import MAX_THUMBNAIL, digest_of, joined, thumbnail_of
 from ..retrieval.entry_terms import Form, Weighting
 from .activation import ACTIVATIONS, Activation
 
@@ -47,9 +49,10 @@ def _short(wording: str) -> str:
     return wording
 
 
-def _packed_state(picture: str) -> str:
-    unpacked(picture)
-    return picture
+def _jpeg(thumbnail: str) -> str:
+    if not base64.b64decode(thumbnail, validate=True).startswith(b"\xff\xd8\xff"):
+        raise ValueError("a picture's thumbnail must be base64 of a JPEG")
+    return thumbnail
 
 
 Wording = Annotated[str, Field(min_length=1), AfterValidator(_short)]
@@ -75,13 +78,37 @@ class EntryRecord(Record):
     """The training example that an entry was made from."""
 
 
+class PictureRecord(BaseModel):
+    """The pictures that a question is about: which they are, and what they look like, for people."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # see `inducekv_vllm.files.picture`
+    thumbnail: Annotated[str, Field(max_length=MAX_THUMBNAIL), AfterValidator(_jpeg)]
+
+    @property
+    def data_url(self) -> str:
+        """Of the thumbnail."""
+        return f"data:image/jpeg;base64,{self.thumbnail}"
+
+    @classmethod
+    def of(cls, pictures: Sequence[Image]) -> Self:
+        """At least one, decoded."""
+        return cls(digest=joined([digest_of(each) for each in pictures]), thumbnail=thumbnail_of(pictures))
+
+
 class FactRecord(Record):
     """A question with its answer, which takes no training: see `inducekv_vllm.facts`."""
 
     question: Annotated[str, Field(min_length=1)]  # the text of the last user turn
     answer: Annotated[str, Field(min_length=1)]
     also: Annotated[tuple[Wording, ...], Field(max_length=MAX_WORDINGS)] = ()  # other wordings of the question
-    picture: Annotated[str, AfterValidator(_packed_state)] | None = None  # see `inducekv_vllm.facts.pictures`
+    picture: PictureRecord | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """The digest of its pictures."""
+        return None if self.picture is None else self.picture.digest
 
 
 class AdapterRecord(BaseModel):
@@ -151,7 +178,7 @@ class BackboneFingerprint(BaseModel):
 
     @property
     def num_features(self) -> int:
-        """F = J V: of a token's values, which gates and pictures are told by."""
+        """F = J V: of a token's values, which gates look at."""
         return self.num_kv_heads * self.value_size
 
     def differences(self, model: BackboneFingerprint) -> list[str]:
@@ -196,11 +223,6 @@ class BundleMetadata(BaseModel):
         return tuple(dict.fromkeys(entry.task for entry in self.entries))
 
     @property
-    def has_pictures(self) -> bool:
-        """Whether facts are told apart by pictures."""
-        return any(fact.picture is not None for fact in self.facts)
-
-    @property
     def fact_tasks(self) -> tuple[str, ...]:
         """The tasks of the facts, in the order of their first facts."""
         return tuple(dict.fromkeys(fact.task for fact in self.facts))
@@ -224,7 +246,6 @@ def check_metadata(metadata: BundleMetadata, name: str) -> None:
         BundleError: names the first problem.
     """
     _check_entries(metadata, name)
-    _check_pictures(metadata, name)
     _check_gate(metadata, name)
     _check_form(metadata, name)
     _check_task_adapters(metadata, name)
@@ -237,18 +258,6 @@ def _check_entries(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(f"{name}: {len(metadata.entries)} entries exceed the budget of {metadata.budget}")
     if (twice := _duplicate([record.id for record in (*metadata.entries, *metadata.facts)])) is not None:
         raise BundleError(f"{name}: entry id {twice!r} occurs more than once")
-
-
-def _check_pictures(metadata: BundleMetadata, name: str) -> None:
-    size = metadata.backbone.num_features
-    for fact in metadata.facts:
-        if fact.picture is not None and (found := len(unpacked(fact.picture))) != size:
-            raise BundleError(f"{name}: fact {fact.id!r}: a picture's state has {size} numbers, found {found}")
-    if metadata.adapter is not None and metadata.has_pictures:
-        raise BundleError(
-            f"{name}: its memory needs the adapter {metadata.adapter!r}, which changes what pictures are told by: "
-            "expected facts without pictures"
-        )
 
 
 def _check_gate(metadata: BundleMetadata, name: str) -> None:

@@ -75,10 +75,10 @@ class JudgePrompt:
             self._heads[code] = self._tokens(self._head(code))
         return [*self._heads[code], *self._tokens(self._form(pair))]
 
-    @property
-    def most_tokens(self) -> int:
-        """Of a prompt; a question's characters are no more tokens."""
-        return len(self.token_ids(Pair("?", "?"))) + 2 * MOST_JUDGED
+    def fits(self, context: int | None) -> bool:
+        """Whether a context of so many tokens has room for any pair; None: enough."""
+        most = len(self.token_ids(Pair("?", "?"))) + 2 * MOST_JUDGED  # a question's characters are no more tokens
+        return context is None or most < context
 
     def _head(self, code: str) -> str:
         examples = self._described["examples"].get(code) or self._described["examples"]["en"]

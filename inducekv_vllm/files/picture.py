@@ -6,11 +6,13 @@ It is the rule of vLLM 0.33. A server's vLLM reads files itself, behind the same
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
@@ -28,6 +30,9 @@ USUAL: Final = "JPEG, PNG, WebP, GIF, AVIF, BMP or TIFF"
 LIMIT_VARIABLE: Final = "VLLM_MAX_IMAGE_PIXELS"
 DEFAULT_LIMIT: Final = 50_000_000  # pixels; decoding takes 9 bytes for each, and one more
 WHITE: Final = (255, 255, 255)
+THUMBNAIL: Final = (96, 96)  # pixels a side, at most
+THUMBNAILS: Final = 4
+MAX_THUMBNAIL: Final = 2**16  # bytes of base64, more than any of these pixels take
 _HEIC: Final = re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
@@ -40,6 +45,27 @@ def decoded(data: bytes) -> Image.Image:
             image = ImageOps.exif_transpose(image)
         image.load()
         return converted(image, "RGB", WHITE)
+
+
+def digest_of(picture: Image.Image) -> str:
+    """SHA-256 of its size and pixels in RGB: another pixel is another digest."""
+    rgb = converted(picture, "RGB", WHITE)
+    return hashlib.sha256(b"%d x %d:" % rgb.size + rgb.tobytes()).hexdigest()
+
+
+def joined(digests: Sequence[str]) -> str:
+    """The digest of several pictures, in their order; of one, its own."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def thumbnail_of(pictures: Sequence[Image.Image]) -> str:
+    """The first few side by side, for people, in base64 of JPEG: some 3 KB."""
+    small = [ImageOps.contain(converted(each, "RGB", WHITE), THUMBNAIL) for each in pictures[:THUMBNAILS]]
+    sheet = Image.new("RGB", (sum(each.width for each in small), max(each.height for each in small)), WHITE)
+    for number, each in enumerate(small):
+        sheet.paste(each, (sum(before.width for before in small[:number]), 0))
+    sheet.save(written := io.BytesIO(), "JPEG", quality=70)
+    return base64.b64encode(written.getvalue()).decode()
 
 
 def opened(data: bytes) -> ImageFile.ImageFile:

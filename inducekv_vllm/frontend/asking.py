@@ -1,25 +1,26 @@
-"""Which facts a request asks for: by its words, and by what the model that serves judges, before the engine has it."""
+"""Which facts a request asks for: by its words, and by what a judge says, before the engine has it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
-from uuid import uuid4
 
 from vllm.engine.protocol import EngineClient
 from vllm.inputs import EngineInput
-from vllm.inputs.engine import tokens_input
-from vllm.outputs import RequestOutput
 
 from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.judged import Judged
+from ..backbone.pair_classifier import PairClassifier
 from ..backbone.stored_facts import NO_ANSWER
 from ..bundle import BackboneFingerprint, FactRecord
+from ..errors import InduceKVError
 from ..facts import NO_FACTS, AskedFacts, Pair
+from ..facts.judge import JudgePrompt
+from ..vllm_seams.config import InduceKVConfig
 from ..vllm_seams.logs import logger_of
-from .judging import judge_params, odds_in
+from .judging import AskedJudge, ClassifierJudge, EngineJudge
+from .pictures import shown_in
 from .served_bundle import ServedBundle
 
 logger = logger_of(__name__)
@@ -30,9 +31,10 @@ LONGEST_S: Final = 30.0  # that a request waits for the judge
 class FactFinder:
     """See the module docstring. It belongs to an event loop."""
 
-    def __init__(self, client: EngineClient, threshold: float | None = None) -> None:
-        """`threshold` of the judge's log-odds, instead of the measured one."""
-        self._client, self._threshold = client, threshold
+    def __init__(self, client: EngineClient, config: InduceKVConfig) -> None:
+        """Raises UnsupportedModel: the classifier that is to judge cannot."""
+        self._client, self._threshold = client, config.judge_threshold
+        self._classifier = None if config.judge is None else PairClassifier(config.judge)
         self._generate = client.generate  # vLLM's own, before the server replaces it
         self._started: asyncio.Task[tuple[FactReader, FactJudge]] | None = None
 
@@ -43,13 +45,21 @@ class FactFinder:
             return None
         return started.result()[1].judged
 
-    async def asked(self, memories: Sequence[ServedBundle], prompt: EngineInput) -> tuple[AskedFacts, ...]:
-        """What a prompt asks for, of each of its memories."""
+    async def asked(
+        self, memories: Sequence[ServedBundle], prompt: EngineInput, before_waiting: Callable[[], None]
+    ) -> tuple[AskedFacts, ...]:
+        """What a prompt asks for, of each of its memories.
+
+        Args:
+            before_waiting: is called before others may run, which vLLM may have told that this prompt brings a picture.
+        """
         if not any(memory.metadata.facts for memory in memories):
             return tuple(NO_FACTS for _ in memories)
+        if self.judged is None:
+            before_waiting()
         reader, judge = await self.started(memories[0])
-        question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"])
-        return tuple([await self._of(memory, question, judge) for memory in memories])
+        question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"], shown_in(prompt))
+        return tuple([await self._of(memory, question, judge, before_waiting) for memory in memories])
 
     async def resembled(self, memory: ServedBundle, facts: Sequence[FactRecord]) -> dict[str, list[str]]:
         """By the ids of new facts, those of facts with other answers that the judge takes for the same question.
@@ -80,13 +90,21 @@ class FactFinder:
 
     def _start(self, backbone: BackboneFingerprint) -> tuple[FactReader, FactJudge]:
         reader = FactReader.of_engine(self._client.vllm_config, backbone)
-        return reader, FactJudge(self._generate, Judged(reader.tokenizer, self._threshold, reader.context))
+        if self._classifier is not None:
+            return reader, FactJudge(ClassifierJudge(self._classifier), Judged(self._threshold))
+        prompt = JudgePrompt(reader.tokenizer)
+        judged = Judged(self._threshold, has_room=prompt.fits(reader.context))
+        return reader, FactJudge(EngineJudge(self._generate, prompt), judged)
 
-    async def _of(self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge) -> AskedFacts:
+    async def _of(
+        self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge, before_waiting: Callable[[], None]
+    ) -> AskedFacts:
         if not memory.metadata.facts:
             return NO_FACTS
+        if not memory.has_questions:
+            before_waiting()
         questions = await memory.stored_questions()
-        found = questions.candidates(question.text, has_media=question.has_media)
+        found = questions.candidates(question.text, has_media=question.has_media, picture=question.picture)
         judged = judge.judged
         if not found.pairs or found.by_words:
             return found.settled(None, 0.0)
@@ -97,11 +115,10 @@ class FactFinder:
 
 
 class FactJudge:
-    """Asks an engine client. It belongs to its event loop."""
+    """Asks a judge. It belongs to an event loop."""
 
-    def __init__(self, generate: Callable[..., AsyncGenerator[RequestOutput, None]], judged: Judged) -> None:
-        """`generate` is vLLM's own."""
-        self._generate, self.judged = generate, judged
+    def __init__(self, judge: AskedJudge, judged: Judged) -> None:
+        self._judge, self.judged = judge, judged
         self._measuring: asyncio.Task[None] | None = None
 
     async def odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
@@ -110,9 +127,11 @@ class FactJudge:
         if new:
             try:
                 async with asyncio.timeout(LONGEST_S):
-                    self.judged.take(new, await self._asked(self.judged.prompts(new)))
+                    self.judged.take(new, await self._judge.said(self.judged.both_ways(new)))
             except TimeoutError:
                 logger.warning("the judge has not answered within %g s: a request goes on without a fact", LONGEST_S)
+            except (InduceKVError, RuntimeError) as error:
+                logger.warning("the judge cannot answer: a request goes on without a fact: %s", error)
         return self.judged.known(pairs)
 
     def begin_measuring(self) -> None:
@@ -125,14 +144,14 @@ class FactJudge:
     async def _measure(self) -> None:
         odds = list[float]()
         for part in self.judged.parts():
-            prompts = self.judged.prompts(part)
-            for at in range(0, len(prompts), MEASURED_AT_ONCE):
-                odds += await self._asked(prompts[at : at + MEASURED_AT_ONCE], goes_first=False)
+            pairs = self.judged.both_ways(part)
+            for at in range(0, len(pairs), MEASURED_AT_ONCE):
+                odds += await self._judge.said(pairs[at : at + MEASURED_AT_ONCE], goes_first=False)
             if self.judged.is_hopeless(odds):
                 break
         found = self.judged.measured(odds)
         logger.info(
-            "the model %s other wordings of facts: AUROC %.3f, of the package's pairs it finds %.0f%% at a threshold "
+            "the judge %s other wordings of facts: AUROC %.3f, of the package's pairs it finds %.0f%% at a threshold "
             "of %.2f, and takes %.1f%% of those that ask something else",
             "judges" if self.judged.may_judge else "cannot judge",
             found.auroc,
@@ -141,19 +160,7 @@ class FactJudge:
             100 * found.passed,
         )
 
-    async def _asked(self, prompts: Sequence[list[int]], *, goes_first: bool = True) -> list[float]:
-        return await asyncio.gather(*(self._answer(prompt, goes_first) for prompt in prompts))
-
-    async def _answer(self, token_ids: list[int], goes_first: bool) -> float:
-        prompt = self.judged.prompt
-        params = judge_params(prompt, goes_first=goes_first)
-        async with contextlib.aclosing(self._generate(tokens_input(token_ids), params, f"judge-{uuid4()}")) as outputs:
-            async for output in outputs:
-                if output.finished:
-                    return odds_in(output, prompt)
-        raise RuntimeError("the engine ended a request without an answer")
-
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("it could not be measured whether the model judges other wordings of facts: %s", error)
+        logger.error("it could not be measured whether the judge tells other wordings of facts: %s", error)

@@ -8,12 +8,13 @@ metrics, spans, traces and the audit chain read it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
-from uuid import uuid4
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import (
@@ -30,6 +31,7 @@ from vllm.renderers.params import ChatParams
 from vllm.sampling_params import SamplingParams
 
 from ..backbone.placeholders import placeholder_ids
+from ..bundle import PictureRecord
 from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..protocol import Decided
 from ..vllm_seams.config import InduceKVConfig
@@ -37,7 +39,7 @@ from .asking import FactFinder
 from .journal import EngineJournal
 from .observation import BundleMetrics, Observation, observing
 from .owner import OWNER
-from .pictures import picture_params, read_as_task_data, state_in
+from .pictures import note_pictures, read_as_task_data, record_of
 from .request import (
     AdaptedMemory,
     EngineRequest,
@@ -84,10 +86,11 @@ class MemoryEngine:
         journal: EngineJournal | None = None,
     ) -> None:
         read_as_task_data()
+        note_pictures(client.renderer)
         self._client = client
         self._stop = stop or EngineStop(client)
         self._plain_generate = client.generate  # the original, before the server replaces `client.generate`
-        self.facts = FactFinder(client, config.judge_threshold)
+        self.facts = FactFinder(client, config)
         self._memories = memories
         self._config = config
         self._journal = journal
@@ -139,7 +142,8 @@ class MemoryEngine:
                 leases = stack.enter_context(self._leases(names))
                 if [lease.memory for lease in leases] != list(request.memories):  # others took their places since
                     request = self._request(leases, prompt, request.user_params, owner)
-            request = request.asking(await self.facts.asked(request.memories, prompt))
+                before_waiting = partial(self.invalidate_mm_cache, prompt)
+                request = request.asking(await self.facts.asked(request.memories, prompt, before_waiting))
             memories = [(lease.metrics, lease.memory) for lease in leases]
             observed = stack.enter_context(observing(memories, options.get("trace_headers"), self._tracing))
             options = {**options, "trace_headers": observed.trace_headers}
@@ -168,28 +172,22 @@ class MemoryEngine:
                         output.kv_transfer_params = {**(output.kv_transfer_params or {}), "inducekv": trace}
                     yield output
 
-    async def picture_state(self, parts: Sequence[Any]) -> str:
-        """The packed state of the pictures among the parts of a message (`inducekv_vllm.facts.pictures`).
+    async def picture(self, parts: Sequence[Any]) -> PictureRecord:
+        """Of the pictures among the parts of a message.
 
         Raises:
             TaskDataError: there are none, or vLLM does not take them.
-            UnsupportedModel: this model does not give it.
             RetryableRequestError: the server is shutting down.
         """
         self._stop.refuse_new()
+        message: Any = {"role": "user", "content": list(parts)}
         try:
-            _, (prompt,) = await self._client.renderer.render_chat_async(
-                [[{"role": "user", "content": list(parts)}]], ChatParams()
-            )
+            _, prompt = await self._client.renderer.render_messages_async([message], ChatParams())
         except InduceKVError:
             raise
         except (VLLMClientError, ValueError, TypeError, OSError, RuntimeError) as error:  # whatever vLLM says
             raise TaskDataError(f"its picture cannot be used: {error}") from error
-        with self._invalidating_mm_cache(prompt), self._stop.running():
-            decided = None
-            async for output in self._plain_generate(prompt, picture_params(), f"picture-{uuid4()}"):
-                decided = pop_decided(output) or decided
-        return state_in(decided)
+        return await asyncio.to_thread(record_of, prompt)
 
     def _request(
         self, leases: Sequence[Lease], prompt: EngineInput, params: SamplingParams, owner: str

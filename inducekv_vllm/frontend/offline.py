@@ -27,23 +27,26 @@ from vllm.inputs import EngineInput
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.renderers.params import ChatParams
 from vllm.sampling_params import SamplingParams
 
 from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.judged import Judged
+from ..backbone.pair_classifier import PairClassifier
 from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import Candidates
-from ..bundle import Bundle, FactRecord, read_bundle, read_public_key, require_signature, write_bundle
+from ..bundle import Bundle, FactRecord, PictureRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
-from ..facts import AskedFacts
+from ..facts import AskedFacts, Pair
+from ..facts.judge import JudgePrompt
 from ..protocol import Decided, Decision
 from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
 from .judging import judge_params, odds_in
 from .loading import load
 from .memory_engine import pop_decided
-from .pictures import picture_params, read_as_task_data, state_in
+from .pictures import note_pictures, read_as_task_data, record_of, shown_in
 from .request import (
     AdaptedMemory,
     MemoryOptions,
@@ -81,10 +84,11 @@ class MemoryLLM:
         """Read the public keys.
 
         Raises:
-            UnsupportedModel: the engine was started without the memory worker.
+            UnsupportedModel: the engine was started without the memory worker, or the `judge` cannot be one.
             ConfigError: a file cannot be used.
         """
         read_as_task_data()
+        note_pictures(llm.llm_engine.renderer)
         self.llm = llm
         vllm_config = llm.llm_engine.vllm_config
         self.config = InduceKVConfig.from_vllm(vllm_config) or InduceKVConfig()
@@ -98,6 +102,7 @@ class MemoryLLM:
         self._backbone = backbone_fingerprint(model.model, model.revision, cache)
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._signers = [read_public_key(path) for path in self.config.require_signature]
+        self._classifier = None if self.config.judge is None else PairClassifier(self.config.judge)
         self._loaded: dict[str, ServedBundle] = {}  # by digest
 
     def load_bundle(self, path: str | os.PathLike[str]) -> ServedBundle:
@@ -128,7 +133,7 @@ class MemoryLLM:
         """Write the next version of a memory with more facts, or a first one of them alone, and load it.
 
         Args:
-            facts: see `inducekv_vllm.teaching.fact_of`, and `picture_state` for those about pictures.
+            facts: see `inducekv_vllm.teaching.fact_of`, and `picture` for those about pictures.
             path: of the file to write, replaced if it exists.
             memory: stays loaded; None for no version before.
             when_full: see `inducekv_vllm.teaching.taught`; it is not known here which facts were used.
@@ -166,16 +171,14 @@ class MemoryLLM:
         write_bundle(made.bundle, path)
         return self.load_bundle(path), made.report
 
-    def picture_state(self, conversation: Any) -> str:
-        """What the pictures of a conversation are like, for a fact about them: `fact_of(..., picture=...)`.
+    def picture(self, conversation: Any) -> PictureRecord:
+        """Of the pictures of a conversation, for a fact about them: `fact_of(..., picture=...)`.
 
         Raises:
             TaskDataError: there are none.
-            UnsupportedModel: this model does not give it.
         """
-        prompt = require_rendered(self.llm._preprocess_chat_one(conversation))
-        (output,) = self._run([prompt], [picture_params()], None)
-        return state_in(pop_decided(output))
+        _, prompt = self.llm.llm_engine.renderer.render_messages(conversation, ChatParams())
+        return record_of(prompt)
 
     @cached_property
     def _facts(self) -> FactReader:
@@ -271,7 +274,8 @@ class MemoryLLM:
         found = list[list[Candidates]]()
         for prompt, each in zip(prompts, memories, strict=True):
             facts = [memory for memory in each if memory.metadata.facts]
-            question = self._facts.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"]) if facts else None
+            token_ids = cast(Mapping[str, Any], prompt)["prompt_token_ids"]
+            question = self._facts.question(token_ids, shown_in(prompt)) if facts else None
             found.append([self._candidates(memory, question) for memory in each])
         pairs = [pair for of_prompt in found for each in of_prompt if not each.by_words for pair in each.pairs.values()]
         judged, odds = self._judged, self._judged.odds(pairs, self._said) if pairs else {}
@@ -280,17 +284,24 @@ class MemoryLLM:
     def _candidates(self, memory: ServedBundle, question: AskedQuestion | None) -> Candidates:
         if question is None or not memory.metadata.facts:
             return Candidates(())
-        return memory.questions.candidates(question.text, has_media=question.has_media)
+        return memory.questions.candidates(question.text, has_media=question.has_media, picture=question.picture)
 
-    def _said(self, prompts: Sequence[list[int]]) -> list[float]:
-        """By the model as a judge."""
-        prompt = self._judged.prompt
-        params = [judge_params(prompt)] * len(prompts)
-        return [odds_in(each, prompt) for each in self._run(list(map(tokens_input, prompts)), params, None)]
+    def _said(self, pairs: Sequence[Pair]) -> list[float]:
+        """By the judge."""
+        if self._classifier is not None:
+            return self._classifier.said(pairs)
+        prompt = self._judge_prompt
+        prompts = [tokens_input(prompt.token_ids(pair)) for pair in pairs]
+        return [odds_in(each, prompt) for each in self._run(prompts, [judge_params(prompt)] * len(prompts), None)]
+
+    @cached_property
+    def _judge_prompt(self) -> JudgePrompt:
+        return JudgePrompt(self._facts.tokenizer)
 
     @cached_property
     def _judged(self) -> Judged:
-        return Judged(self._facts.tokenizer, self.config.judge_threshold, self._facts.context)
+        has_room = self._classifier is not None or self._judge_prompt.fits(self._facts.context)
+        return Judged(self.config.judge_threshold, has_room=has_room)
 
     def _run(
         self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None

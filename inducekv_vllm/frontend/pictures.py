@@ -1,23 +1,25 @@
-"""Pictures of requests: which are refused, and what they are like, by which facts are told apart.
-
-What they are like (`inducekv_vllm.facts.pictures`) is asked of the engine that serves: a request of one token brings
-it, like a decision about memory.
-"""
+"""Pictures of requests: which are refused, which pixels they have, and which of a fact's they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Final, cast
 
+from PIL import Image
+from vllm.inputs import EngineInput
 from vllm.multimodal.media.image import ImageMediaIO
-from vllm.sampling_params import SamplingParams
+from vllm.renderers.base import BaseRenderer
 
-from ..errors import TaskDataError, UnsupportedModel
-from ..files.picture import converted, in_words, opened
-from ..protocol import PICTURE_SPEC, Decided
+from ..backbone.fact_reader import ShownPicture
+from ..bundle import PictureRecord
+from ..errors import TaskDataError
+from ..files.picture import converted, digest_of, in_words, opened
 from ..vllm_seams.patches import patch
-from .request import with_specs
+
+DIGESTS: Final = "inducekv_pictures"  # in a rendered prompt: of each picture, None if its pixels are not known
+Digests = list[str | None]
 
 
 @cache  # once in a process
@@ -44,9 +46,44 @@ def read_as_task_data() -> None:
     patch(ImageMediaIO, "_convert_image_mode", lambda _: convert)
 
 
-def picture_params() -> SamplingParams:
-    """Of the request."""
-    return with_specs(SamplingParams(max_tokens=1), [PICTURE_SPEC])
+def note_pictures(renderer: BaseRenderer) -> None:
+    """Make a renderer say in its prompts which pictures they have."""
+
+    def noting(process: Callable[..., Any]) -> Callable[..., Any]:
+        def processed(prompt: Any, mm_data: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+            return process(prompt, mm_data, *args, **options) | {DIGESTS: _digests(mm_data)}
+
+        return processed
+
+    def noting_async(process: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def processed(prompt: Any, mm_data: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+            # First: once a picture is processed, vLLM sends other requests with it without its data, behind this one.
+            digests = await asyncio.to_thread(_digests, mm_data)
+            return await process(prompt, mm_data, *args, **options) | {DIGESTS: digests}
+
+        return processed
+
+    patch(renderer, "_process_multimodal", noting)
+    patch(renderer, "_process_multimodal_async", noting_async)
+
+
+def shown_in(prompt: EngineInput) -> list[ShownPicture]:
+    """The pictures of a rendered prompt whose pixels are known."""
+    rendered = cast(Mapping[str, Any], prompt)
+    places = rendered.get("mm_placeholders", {}).get("image", ())
+    return [
+        ShownPicture(range(place.offset, place.offset + place.length), digest)
+        for place, digest in zip(places, rendered.get(DIGESTS, ()), strict=False)
+        if digest is not None
+    ]
+
+
+def record_of(prompt: Any) -> PictureRecord:
+    """Of the pictures of messages that were rendered, and not processed. Raises TaskDataError: there are none."""
+    pictures = [each for each in _pictures(prompt.get("multi_modal_data") or {}) if each is not None]
+    if not pictures:
+        raise TaskDataError("expected a picture, found none in the prompt")
+    return PictureRecord.of(pictures)
 
 
 def is_picture(part: dict[str, Any]) -> bool:
@@ -54,16 +91,12 @@ def is_picture(part: dict[str, Any]) -> bool:
     return part.get("type") == "image_url"
 
 
-def state_in(decided: Decided | None) -> str:
-    """The packed state that a request has brought.
+def _digests(mm_data: Mapping[str, Any]) -> Digests:
+    return [None if each is None else digest_of(each) for each in _pictures(mm_data)]
 
-    Raises:
-        UnsupportedModel: this model does not give it.
-        TaskDataError: the prompt had no picture.
-    """
-    if decided is not None and decided.error is not None:
-        raise UnsupportedModel(decided.error)
-    picture = None if decided is None else decided.each[0].picture
-    if picture is None:
-        raise TaskDataError("expected a picture, found none in the prompt")
-    return picture
+
+def _pictures(mm_data: Mapping[str, Any]) -> list[Image.Image | None]:
+    """None for embeddings, tensors, and what the client named without sending it."""
+    given = mm_data.get("image") or []
+    decoded = [getattr(item, "media", item) for item in (given if isinstance(given, Sequence) else [given])]
+    return [each if isinstance(each, Image.Image) else None for each in decoded]

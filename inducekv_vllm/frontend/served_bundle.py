@@ -30,9 +30,14 @@ class ServedBundle(DatedEntries):
         """Of its facts. With very many it takes seconds the first time."""
         return StoredQuestions(self.metadata.facts, self.metadata.gate_tasks)
 
+    @property
+    def has_questions(self) -> bool:
+        """Whether they are made."""
+        return "questions" in vars(self)
+
     async def stored_questions(self) -> StoredQuestions:
         """The same, made in a thread."""
-        return self.questions if "questions" in vars(self) else await asyncio.to_thread(lambda: self.questions)
+        return self.questions if self.has_questions else await asyncio.to_thread(lambda: self.questions)
 
     @cached_property
     def fact_list(self) -> FactList:

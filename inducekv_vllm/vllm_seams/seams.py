@@ -138,13 +138,15 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     "inducekv_vllm/frontend/memory_engine.py": {
         "vllm.v1.engine.async_llm:AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "lora_request"),
-        "vllm.renderers.base:BaseRenderer.render_chat_async": ("conversations", "chat_params"),
+        "vllm.renderers.base:BaseRenderer.render_messages_async": ("messages", "params"),
         "vllm.renderers.base:BaseRenderer": ("mm_processor_cache",),
     },
     "inducekv_vllm/frontend/pictures.py": {
         "vllm.multimodal.media.image:ImageMediaIO.load_bytes": ("data",),
         "vllm.multimodal.media.image:ImageMediaIO._convert_image_mode": ("image",),
         "vllm.multimodal.media.image:ImageMediaIO": ("image_mode", "rgba_background_color"),
+        "vllm.renderers.base:BaseRenderer._process_multimodal": ("prompt", "mm_data"),
+        "vllm.renderers.base:BaseRenderer": ("_process_multimodal_async",),
     },
     "inducekv_vllm/frontend/stopping.py": {
         "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ("timeout",),
@@ -163,6 +165,7 @@ SEAMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm.entrypoints.llm:LLM._render_and_run_requests": (
             *("prompts", "params", "output_type", "lora_requests", "use_tqdm"),
         ),
+        "vllm.renderers.base:BaseRenderer.render_messages": ("messages", "params"),
         "vllm.entrypoints.llm:LLM.collective_rpc": ("method", "args"),
         "vllm.entrypoints.llm:LLM": ("llm_engine",),
     },

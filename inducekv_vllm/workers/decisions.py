@@ -30,7 +30,7 @@ from ..attention.resident_bundle import ResidentBundle
 from ..backbone.fact_reader import AskedQuestion
 from ..bundle.activation import first_active_position
 from ..bundle.lookup import BundleIndex, LookupResult, QueryFeatures
-from ..facts import FactFound, FactMissed, packed
+from ..facts import FactFound, FactMissed
 from ..forbidden import why_forbidden
 from ..gate import WordScores
 from ..protocol import DECISIONS, Decided, DecideSpec, Decision, Failed, InjectionSpec, TaskAdapter, Untouched
@@ -57,7 +57,7 @@ class Deciding:
 
     def _decisions(self, request: WorkerRequest) -> Iterator[Decision]:
         began, is_found = time.perf_counter(), False
-        told = request.features.wait() or [QueryFeatures()] * len(request.memories)  # none: words alone decide
+        told = request.features.wait(len(request.memories))
         asked = asked_of(request)
         for memory, features in zip(request.memories, told, strict=True):
             decision = self._decision(request, memory, features, asked, looks_for_fact=not is_found)
@@ -75,8 +75,6 @@ class Deciding:
         looks_for_fact: bool,
     ) -> Decision:
         """`looks_for_fact`: no memory before this one has one."""
-        if memory.bundle is None:
-            return Decision(Untouched(), picture=None if features.picture is None else packed(features.picture))
         assert isinstance(memory.spec, DecideSpec)
         index, facts = memory.bundle.index, memory.bundle.facts if looks_for_fact else None
         features = with_words(features, memory.bundle.words, asked)
@@ -84,9 +82,7 @@ class Deciding:
         gate, retrieval = lookup.gate_decision, lookup.retrieval
         expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
-        found = (
-            None if facts is None or asked is None else facts.find(memory.spec.asked, asked, tasks, features.picture)
-        )
+        found = None if facts is None or asked is None else facts.find(memory.spec.asked, asked, tasks)
         if isinstance(found, FactFound) and found.withheld is None:
             found = replace(found, withheld=why_forbidden(request.params, found.token_ids))
         return Decision(
@@ -146,18 +142,16 @@ class StepDecisions:
         prompts: PromptReader,
         deciding: Deciding | None,
         attention: MemoryAttention,
-        placeholders: Collection[int],
         *,
         is_alone: bool,
     ) -> None:
         """
         Args:
             deciding: on the first rank; None on the others, which only help it to read the prompts.
-            placeholders: the ids of tokens that stand for media.
             is_alone: whether this rank is the only one. Others would not hear in time of what is decided early.
         """
         self._requests, self._prompts, self._deciding = requests, prompts, deciding
-        self._attention, self._placeholders, self._is_alone = attention, frozenset(placeholders), is_alone
+        self._attention, self._is_alone = attention, is_alone
 
     # ---- the moments of a step, in their order -------------------------------------------------------------------
 
@@ -230,8 +224,7 @@ class StepDecisions:
 
     def _needs_words_alone(self, request: WorkerRequest) -> bool:
         def needs(bundle: ResidentBundle) -> bool:
-            has_all = bundle.picture_marks is None or self._placeholders.isdisjoint(request.prompt)
-            return bundle.facts is not None and bundle.gate is None and not bundle.num_entries and has_all
+            return bundle.facts is not None and bundle.gate is None and not bundle.num_entries
 
         return bool(request.bundles) and all(needs(bundle) for bundle in request.bundles)
 

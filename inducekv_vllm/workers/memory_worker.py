@@ -11,7 +11,6 @@ import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -156,26 +155,10 @@ class MemoryWorker(Worker):
         self.attention.attach(kv_cache_config, layers, builders)
         self.cached_values = CachedValues(kv_cache_config, layers, self.attention.cached_values, self._device)
         placeholders = frozenset(placeholder_ids(self.model_config.hf_config))
-        prompts = PromptReader(
-            self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._all_heads, self._device
-        )
+        prompts = PromptReader(self.cached_values, placeholders, tensor_model_parallel_all_reduce, self._device)
         is_first, is_alone = get_tensor_model_parallel_rank() == 0, get_tensor_model_parallel_world_size() == 1
-        self.decisions = StepDecisions(
-            self.requests,
-            prompts,
-            Deciding(placeholders) if is_first else None,
-            self.attention,
-            placeholders,
-            is_alone=is_alone,
-        )
-
-    def _all_heads(self, features: Tensor) -> Tensor:
-        """Features [F] of all KV heads, from those of this rank's heads."""
-        heads, size = self._heads(), self._all_ranks.value_dim
-        found = features.new_zeros(self._all_ranks.num_kv_heads * size)
-        if self._is_first_of_heads():
-            found[heads.start * size : heads.stop * size] = features
-        return tensor_model_parallel_all_reduce(found)
+        deciding = Deciding(placeholders) if is_first else None
+        self.decisions = StepDecisions(self.requests, prompts, deciding, self.attention, is_alone=is_alone)
 
     def _heads(self) -> slice:
         """The KV heads of this rank."""
@@ -281,8 +264,7 @@ class MemoryWorker(Worker):
         facts = StoredAnswers(bundle.metadata, self._fact_reader) if bundle.metadata.facts and is_first else None
         words = bundle.gate.word_scores if bundle.gate is not None and is_first else None
         reader = None if words is None and facts is None else self._fact_reader
-        marks = self._fact_reader.marks if bundle.metadata.has_pictures else None
-        return HostBundle.of(in_served_order(bundle, self.model_runner.get_model()), words, facts, reader, marks)
+        return HostBundle.of(in_served_order(bundle, self.model_runner.get_model()), words, facts, reader)
 
     def _store_bundle(self, host: HostBundle) -> ResidentBundle:
         """Copy a bundle to the device; runs in a thread."""

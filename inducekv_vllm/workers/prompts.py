@@ -1,8 +1,8 @@
 """What a prompt tells a bundle's index, gate and facts, on its way to the host.
 
 The query key is the mean of the final hidden states over the whole prompt (paper, Eq. key_rewrite); a step only adds to
-it on the device. A gate's evidence and the state of pictures are read from the KV cache, once all of the prompt is
-there, whoever has computed it. Nobody but the first rank waits for any of them.
+it on the device. A gate's evidence is read from the KV cache, once all of the prompt is there, whoever has computed it.
+Nobody but the first rank waits for either.
 
 Shapes: T prompt tokens of a request, t of them deciding, d hidden size, H evidence of a gate, F features of a layer's
 values.
@@ -13,23 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
-import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..attention.resident_gate import ResidentGate
 from ..errors import InduceKVError
-from ..facts.pictures import LAYER
-from ..gate import PIECE, WINDOW, TurnMarks, deciding_tokens, evidence_of_texts, prompt_evidence
-from ..vllm_seams.device import Device, HostCopy
+from ..gate import PIECE, WINDOW, deciding_tokens, evidence_of_texts, prompt_evidence
+from ..vllm_seams.device import Device
 from ..vllm_seams.logs import logger_of
 from .cached_values import CachedValues
 from .requests import WorkerRequest
 
 logger = logger_of(__name__)
-_NO_MARKS: Final = TurnMarks((), None)  # all of a prompt
 
 
 class PromptReader:
@@ -40,17 +36,15 @@ class PromptReader:
         values: CachedValues,
         placeholders: Collection[int],
         add_up: Callable[[Tensor], Tensor],
-        all_heads: Callable[[Tensor], Tensor],
         device: Device,
     ) -> None:
         """
         Args:
             placeholders: the ids of tokens that stand for media.
             add_up: the sum of a tensor over the ranks.
-            all_heads: the features [F] of all KV heads, from those of this rank's, of which 0 are left out.
         """
         self._values, self._placeholders, self._device = values, placeholders, device
-        self._add_up, self._all_heads = add_up, all_heads
+        self._add_up = add_up
 
     def read(self, requests: Sequence[WorkerRequest]) -> None:
         """Send what the prompts tell on its way to the host; what raises is the request's refusal.
@@ -77,9 +71,6 @@ class PromptReader:
             assert features.seen == T, f"the key of {T} tokens has seen {features.seen}"
             assert isinstance(features.total, Tensor)
             features.key = self._device.to_host(normalize(features.total / T, dim=0))
-        for memory in request.memories:
-            marks = _NO_MARKS if memory.bundle is None else memory.bundle.picture_marks
-            features.pictures.append(None if marks is None else self._picture(request, marks))
 
     def _read_evidence(self, gate: ResidentGate, questions: Sequence[Question]) -> None:
         """[H] for each, without that of words: the host has those. Several questions share all launches."""
@@ -95,18 +86,6 @@ class PromptReader:
         copy = self._device.to_host(evidence)  # [n, H]
         for number, question in enumerate(questions):
             question.request.features.evidence[question.memory] = copy, number
-
-    def _picture(self, request: WorkerRequest, marks: TurnMarks) -> HostCopy | None:
-        """The state [F] of the pictures in the turn that is found by these marks, if there are any."""
-        media = deciding_tokens(request.prompt, marks, self._placeholders).media
-        if not media:
-            return None
-        if (reason := self._values.refusal(LAYER)) is not None:
-            raise InduceKVError(f"pictures cannot be told from each other by layer {LAYER}: {reason}")
-        pieces: list[Sequence[int]] = [media[at : at + PIECE] for at in range(0, len(media), PIECE)]
-        # Of this rank's features, [F] each.
-        sums = [self._values.read([LAYER], request.blocks, piece).sum((0, 1)) for piece in pieces]
-        return self._device.to_host(self._all_heads(torch.stack(sums).sum(0) / len(media)))
 
 
 @dataclass(frozen=True)
@@ -129,7 +108,7 @@ def by_gate(
     together: dict[int, tuple[ResidentGate, list[Question]]] = {}  # by the identity of the gate
     asked = ((request, *each) for request in requests for each in enumerate(request.memories))
     for request, number, memory in asked:
-        if request.features.refusal is not None or memory.bundle is None or (gate := memory.bundle.gate) is None:
+        if request.features.refusal is not None or (gate := memory.bundle.gate) is None:
             continue
         text, media = deciding_tokens(request.prompt, gate.marks, placeholders)
         question = Question(request, number, text)

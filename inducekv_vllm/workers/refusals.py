@@ -9,7 +9,6 @@ from ..attention.memory_attention import MOST_REQUEST_ENTRIES, MemoryAttention, 
 from ..backbone.memory_layers import Heads, have_other_heads, memory_heads
 from ..bundle import Bundle, OutputMap, check_magnitudes
 from ..errors import BundleError, CapacityError, InduceKVError, UnsupportedModel
-from ..facts.pictures import LAYER
 from .cached_values import CachedValues
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ def check_bundle(
         check_maps(bundle.metadata.output_map, config.model_config, config.parallel_config)
     if bundle.metadata.gate is not None:
         values.check(bundle.metadata.gate.layers)
-    if bundle.metadata.has_pictures and (reason := values.refusal(LAYER)) is not None:
-        raise UnsupportedModel(f"facts with pictures need the values of layer {LAYER}: {reason}")
     if bundle.metadata.facts and config.speculative_config is not None:
         raise UnsupportedModel("facts cannot be served with speculative decoding: vLLM takes no logits processor")
 

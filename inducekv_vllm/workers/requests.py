@@ -51,7 +51,6 @@ class PromptFeatures:
     seen: int = 0  # tokens whose hidden states are in `total`
     total: Tensor | float = 0.0  # [d] float32, once a row has been seen
     key: HostCopy | None = None  # [d]
-    pictures: list[HostCopy | None] = field(default_factory=list)  # [F] for each memory
     # [n, H] by the number of a memory that has a gate, and which of the n is this prompt's.
     evidence: dict[int, tuple[HostCopy, int]] = field(default_factory=dict)
     refusal: InduceKVError | None = None  # why nothing can be decided
@@ -61,14 +60,13 @@ class PromptFeatures:
         self.total = self.total + hidden.float().sum(0)
         self.seen += len(hidden)
 
-    def wait(self) -> list[QueryFeatures]:
-        """Wait for all of them, for each memory. Raises InduceKVError: one is not finite: the model overflowed."""
+    def wait(self, memories: int) -> list[QueryFeatures]:
+        """Wait for all, for each of so many memories. Raises InduceKVError: one is not finite: the model overflowed."""
         if self.refusal is not None:
             raise self.refusal
         key = _arrived(self.key)
         return [
-            QueryFeatures(key=key, evidence=_arrived(*self.evidence.get(memory, (None,))), picture=_arrived(picture))
-            for memory, picture in enumerate(self.pictures)
+            QueryFeatures(key=key, evidence=_arrived(*self.evidence.get(memory, (None,)))) for memory in range(memories)
         ]
 
 
@@ -94,7 +92,7 @@ class AskedMemory:
     """One memory of a request."""
 
     spec: DecideSpec | InjectionSpec
-    bundle: ResidentBundle | None  # None: what its pictures are like is all that is asked
+    bundle: ResidentBundle
     injection: _Injection | None = None
     slot: RequestMemory | None = None  # what is read in it; None without an injection, and while it is preempted
 
@@ -115,7 +113,7 @@ class WorkerRequest:
 
     @property
     def bundles(self) -> list[ResidentBundle]:
-        return [memory.bundle for memory in self.memories if memory.bundle is not None]
+        return [memory.bundle for memory in self.memories]
 
     @property
     def needs_key(self) -> bool:
@@ -214,7 +212,7 @@ class WorkerRequests:
         assert data.prompt_token_ids is not None  # a request with memory has no prompt embeddings
         request = self.by_id[data.req_id] = WorkerRequest(
             id=data.req_id,
-            memories=tuple(AskedMemory(spec, self._resident(spec.bundle) if spec.bundle else None) for spec in specs),
+            memories=tuple(AskedMemory(spec, self._resident(spec.bundle)) for spec in specs),
             prompt=data.prompt_token_ids,
             blocks=[list(each) for each in data.block_ids],
             params=params,
@@ -241,7 +239,6 @@ class WorkerRequests:
     def _inject(self, request: WorkerRequest, spec: InjectionSpec) -> None:
         (memory,) = (each for each in request.memories if each.spec.bundle == spec.bundle)
         assert memory.injection is None, f"request {request.id} has this memory already"
-        assert memory.bundle is not None
         terms = _terms(spec, memory.bundle)
         memory.bundle.region.retain()
         memory.injection = _Injection(spec.content, terms, spec.first_active)
@@ -250,7 +247,6 @@ class WorkerRequests:
     def _take_slot(self, memory: AskedMemory) -> None:
         """Its bundle may have been unloaded."""
         if memory.injection is not None and memory.slot is None:
-            assert memory.bundle is not None
             memory.slot = self.slots.acquire(memory.injection.content, memory.bundle, memory.injection.terms)
 
     def _resume(self, request: WorkerRequest, blocks: Blocks) -> None:
@@ -272,7 +268,6 @@ class WorkerRequests:
         request = self.by_id.pop(request_id, None)
         for memory in () if request is None else request.memories:
             if memory.injection is not None:
-                assert memory.bundle is not None
                 self._release(memory.bundle.region)
 
 

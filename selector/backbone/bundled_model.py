@@ -14,10 +14,9 @@ from torch import Tensor
 
 from inducekv_vllm.backbone.fact_reader import AskedQuestion
 from inducekv_vllm.backbone.stored_facts import StoredAnswers, StoredQuestions
-from inducekv_vllm.backbone.turns import turn_marks
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.facts import AskedFacts, FactFound, FactMissed
-from inducekv_vllm.retrieval.entry_terms import FloatArray
+from inducekv_vllm.files.picture import decoded, digest_of, joined
 
 from ..data.examples import Example
 from ..runtime.progress import track
@@ -28,7 +27,7 @@ from .injection import TensorMemory, Terms
 from .judging import BackboneJudge
 from .model import Backbone, Inputs
 from .scoring import Scorer
-from .token_values import evidence_of, picture_states
+from .token_values import evidence_of
 
 
 @dataclass(frozen=True)
@@ -156,22 +155,32 @@ class BundledModel:
         if self.facts is None or self.bundle is None:
             return []
         tasks = fact_tasks(self.bundle, self.evidence(examples))
-        pictures: list[FloatArray | None] = [None] * len(prompts)
-        if self.bundle.metadata.has_pictures:
-            pictures = picture_states(self.backbone, prompts, turn_marks(self.backbone.processor))
-        asked = [self.facts.reader.question(prompt["input_ids"][0].tolist()) for prompt in prompts]
+        asked = [
+            replace(self.facts.reader.question(prompt["input_ids"][0].tolist()), picture=_shown(example))
+            for example, prompt in zip(examples, prompts, strict=True)
+        ]
         return [
-            self.facts.find(facts, question, allowed, picture)
-            for facts, question, allowed, picture in zip(self._asked(asked), asked, tasks, pictures, strict=True)
+            self.facts.find(facts, question, allowed)
+            for facts, question, allowed in zip(self._asked(asked), asked, tasks, strict=True)
         ]
 
     def _asked(self, questions: Sequence[AskedQuestion]) -> list[AskedFacts]:
-        found = [self._questions.candidates(each.text, has_media=each.has_media) for each in questions]
+        found = [
+            self._questions.candidates(each.text, has_media=each.has_media, picture=each.picture) for each in questions
+        ]
         pairs = [pair for each in found if not each.by_words for pair in each.pairs.values()]
         if self.judge is None:
             return [each.settled(None, 0.0) for each in found]
         odds, judged = self.judge.odds(pairs), self.judge.judged
         return [each.settled(odds, judged.threshold, judged.why_not) for each in found]
+
+
+def _shown(example: Example) -> str | None:
+    """The digest of the pictures of the latest turn that has some."""
+    counts = [sum(part["type"] == "image" for part in message["content"]) for message in example.messages]
+    last = next((count for count in reversed(counts) if count), 0)
+    pictures = [decoded(path.read_bytes()) for path in example.images[len(example.images) - last :]]
+    return joined([digest_of(each) for each in pictures]) if pictures else None
 
 
 def _said(found: FactFound | FactMissed | None) -> Sequence[int] | None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import cached_property
 from typing import Any, Final
 
 import torch
 
-from inducekv_vllm.backbone.judged import Judged, Prompts
+from inducekv_vllm.backbone.judged import Judged
 from inducekv_vllm.facts import Pair
-from inducekv_vllm.facts.judge import log_odds
+from inducekv_vllm.facts.judge import JudgePrompt, log_odds
 
 from .model import Backbone
 
@@ -27,21 +26,19 @@ class BackboneJudge:
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
+        self.judged, self._prompt = Judged(), JudgePrompt(backbone.tokenizer)
         self._begun: tuple[Sequence[int], Any] = ((), None)  # what prompts begin with, and its cache
-
-    @cached_property
-    def judged(self) -> Judged:
-        return Judged(self._backbone.tokenizer)
 
     def odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
         return self.judged.odds(pairs, self.said)
 
-    def said(self, prompts: Prompts) -> list[float]:
-        """Log-odds of yes, for each prompt."""
+    def said(self, pairs: Sequence[Pair]) -> list[float]:
+        """Log-odds of yes, for each pair."""
+        prompts = [self._prompt.token_ids(pair) for pair in pairs]
         return [each for at in range(0, len(prompts), AT_ONCE) for each in self._said(prompts[at : at + AT_ONCE])]
 
     @torch.no_grad()
-    def _said(self, prompts: Prompts) -> list[float]:
+    def _said(self, prompts: Sequence[list[int]]) -> list[float]:
         head = self._head(prompts)
         rests = [ids[len(head) :] for ids in prompts]
         longest = max(map(len, rests))
@@ -51,15 +48,15 @@ class BackboneJudge:
         places = torch.arange(len(head), len(head) + longest, device=self._backbone.device)  # [T]
         logits = self._backbone.model(input_ids=ids, past_key_values=cache, cache_position=places).logits  # [n, T, V]
         last = torch.stack([row[len(rest) - 1] for row, rest in zip(logits, rests, strict=True)])  # [n, V]
-        said = last[:, [self.judged.prompt.yes, self.judged.prompt.no]].float()
+        said = last[:, [self._prompt.yes, self._prompt.no]].float()
         return [log_odds(yes, no) for yes, no in said.tolist()]
 
-    def _head(self, prompts: Prompts) -> Sequence[int]:
+    def _head(self, prompts: Sequence[list[int]]) -> Sequence[int]:
         """What these prompts begin with alike, which is computed once for many."""
         known = self._begun[0]
         if known and all(ids[: len(known)] == known and len(ids) > len(known) for ids in prompts):
             return known
-        ends = [*prompts, self.judged.prompt.token_ids(Pair("?", "?"))] if len(prompts) == 1 else prompts
+        ends = [*prompts, self._prompt.token_ids(Pair("?", "?"))] if len(prompts) == 1 else prompts
         same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ends, strict=False))
         head = [column[0] for column in same][: min(map(len, prompts)) - 1]
         ids = torch.tensor([head], device=self._backbone.device)

@@ -1,4 +1,4 @@
-"""What a gate, and facts with pictures, see of a prompt: some layers' attention values of the tokens that decide.
+"""What a gate sees of a prompt: some layers' attention values of the tokens that decide.
 
 The forward pass ends at the last of these layers. Shapes: n prompts, T tokens, t of them deciding, S layers, F = J V
 features, R runs of a question's clauses.
@@ -17,10 +17,7 @@ from transformers import DynamicCache
 
 from inducekv_vllm.backbone.placeholders import placeholder_ids
 from inducekv_vllm.bundle import Gate
-from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.facts.pictures import LAYER
 from inducekv_vllm.gate import TurnMarks, deciding_tokens, ends_clause, last_averaged, runs_of_tokens
-from inducekv_vllm.retrieval.entry_terms import FloatArray
 
 from ..data.examples import Example
 from ..runtime.progress import track
@@ -195,23 +192,6 @@ def token_values(
             ids = encoded[row]["input_ids"][0].tolist()
             text, media = deciding_tokens(ids, marks, placeholders)
             found[row] = last_averaged(of_prompt[text + media], len(text)).to("cpu", dtype)
-    return found
-
-
-@torch.no_grad()
-def picture_states(backbone: Backbone, encoded: Sequence[Inputs], marks: TurnMarks) -> list[FloatArray | None]:
-    """The state [F] of the pictures that decide in each prompt (`inducekv_vllm.facts.pictures`); None without any.
-
-    Raises:
-        UnsupportedModel: the layer that they are told by keeps only a part of a prompt when the model is served.
-    """
-    if backbone.full_layers and LAYER not in backbone.full_layers:
-        raise UnsupportedModel(f"facts with pictures need the values of layer {LAYER}, which has a sliding window")
-    placeholders = placeholder_ids(backbone.model.config)
-    found: list[FloatArray | None] = []
-    for inputs in encoded:
-        media = deciding_tokens(inputs["input_ids"][0].tolist(), marks, placeholders).media
-        found.append(_values(backbone, inputs, [LAYER])[0, media, 0].float().mean(0).cpu().numpy() if media else None)
     return found
 
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
+from inducekv_vllm.bundle import FactRecord, PictureRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
 from ..runtime.files import require_output
 from .columns import ColumnOptions, columns_of
 from .common import SUCCESS, add_output
 from .flags import add_flags
-from .loading import load_backbone
 
 if TYPE_CHECKING:
     from inducekv_vllm.teaching import Report
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     from ..data.examples import read_task
 
     columns = columns_of(options)
-    facts = _facts([example for path in options.task for example in read_task(path, columns)], options.model)
+    facts = _facts([example for path in options.task for example in read_task(path, columns)])
     reader = FactReader.of(options.model)
     before = None if options.bundle is None else read_bundle(options.bundle, backbone=reader.model)
     made = taught(before, facts, reader, options.budget_bytes)
@@ -54,37 +53,17 @@ def _print(report: Report) -> None:
             print(f"{id}: {what}")
 
 
-def _facts(examples: Sequence[Example], model: str) -> list[FactRecord]:
-    """The model is loaded if some examples have pictures.
-
-    Raises:
-        TaskDataError: an example is a conversation.
-        UnsupportedModel: the model takes no pictures, or they cannot be told from each other with it.
-    """
+def _facts(examples: Sequence[Example]) -> list[FactRecord]:
+    """Raises TaskDataError: an example is a conversation."""
     from ..update.facts import fact_of_example
 
-    pictures = _pictures([each for each in examples if each.images], model)
     facts = []
     for example in examples:
-        if (fact := fact_of_example(example, example.id, pictures.get(example.id))) is None:
+        picture = PictureRecord.of(example.load_images()) if example.images else None
+        if (fact := fact_of_example(example, example.id, picture)) is None:
             raise TaskDataError(f"example {example.id!r}: expected one question, found a conversation")
         facts.append(fact)
     return facts
-
-
-def _pictures(examples: Sequence[Example], model: str) -> dict[str, str]:
-    """By id of an example, what its pictures are like."""
-    if not examples:
-        return {}
-    from inducekv_vllm.backbone.turns import turn_marks
-    from inducekv_vllm.facts import packed
-
-    from ..backbone.token_values import picture_states
-
-    backbone = load_backbone(model)
-    marks = turn_marks(backbone.processor)
-    states = picture_states(backbone, [backbone.encode_example(example) for example in examples], marks)
-    return {each.id: packed(state) for each, state in zip(examples, states, strict=True) if state is not None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

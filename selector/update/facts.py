@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from inducekv_vllm.backbone.footprint import footprint_bytes
-from inducekv_vllm.bundle import BackboneFingerprint, Bundle, FactRecord, Gate, file_content, with_metadata
+from inducekv_vllm.bundle import (
+    BackboneFingerprint,
+    Bundle,
+    FactRecord,
+    Gate,
+    PictureRecord,
+    file_content,
+    with_metadata,
+)
 from inducekv_vllm.bundle.metadata import MAX_ID
 from inducekv_vllm.errors import CapacityError, InduceKVError
 from inducekv_vllm.teaching import fact_of, stored_bytes, taught
@@ -25,11 +33,11 @@ from .settings import REFINED
 OF_EXAMPLES: Final = "fact/"  # with which the ids begin of facts that a run has made
 
 
-def fact_of_example(example: Example, id: str, picture: str | None = None) -> FactRecord | None:
+def fact_of_example(example: Example, id: str, picture: PictureRecord | None = None) -> FactRecord | None:
     """None if it is not one question. Raises TaskDataError: see `fact_of`.
 
     Args:
-        picture: what its pictures are like (`inducekv_vllm.facts.packed`); without it they make it no fact.
+        picture: of its pictures; without it they make it no fact.
     """
     turns = [message for message in example.messages if message["role"] != "system"]
     if (example.images and picture is None) or len(turns) != 1:

@@ -13,6 +13,7 @@ from vllm.renderers.params import ChatParams
 from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.backbone.fact_reader import FactReader
+from inducekv_vllm.backbone.pair_classifier import PairClassifier
 from inducekv_vllm.bundle import read_bundle, write_bundle
 from inducekv_vllm.facts import Pair
 from inducekv_vllm.facts.judge import known_pairs
@@ -25,6 +26,7 @@ from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from selector.backbone.judging import BackboneJudge
 from tests.engine.parity import TOLERANCE, World, make_world, text_prompts
 from tests.engine.served import Served, handle, last, serve_world
+from tests.tiny_encoders import save_classifier
 from tests.tiny_families import FAMILIES
 
 pytestmark = pytest.mark.anyio
@@ -59,9 +61,9 @@ async def memory(served: Served, world: World, tmp_path: Path) -> ServedBundle:
 class Judging:
     """An engine client whose model is a judge with a threshold."""
 
-    def __init__(self, served: Served, threshold: float | None) -> None:
+    def __init__(self, served: Served, threshold: float | None, **settings: Any) -> None:
         self.served = served
-        self.engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(judge_threshold=threshold))
+        self.engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(judge_threshold=threshold, **settings))
         self._count = 0
 
     async def facts(self, text: str) -> list[dict[str, Any]]:
@@ -104,7 +106,7 @@ async def test_it_says_what_transformers_says(served: Served, memory: ServedBund
     pairs += [each.pair for each in known_pairs()[:3]]
     _, judge = await judging.engine.facts.started(memory)
     found, expected = await judge.odds(pairs), BackboneJudge(world.backbone)
-    said = expected.said(expected.judged.prompts(pairs))
+    said = expected.said(expected.judged.both_ways(pairs))
     for number, pair in enumerate(pairs):
         assert found[pair] == pytest.approx(min(said[2 * number : 2 * number + 2]), abs=10 * TOLERANCE)
 
@@ -135,3 +137,28 @@ async def test_a_new_fact_that_resembles_one_with_another_answer(served: Served,
     new = [fact_of(REQUEST, "XXX", id="new"), fact_of("How tall is Ana Ruiz?", "2 m", id="other")]
     new.append(fact_of(REQUEST.replace("code", "codes"), "LIM", id="agrees"))
     assert await judging.engine.facts.resembled(memory, new) == {"new": ["Lima"]}
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+async def test_a_classifier_judges(served: Served, memory: ServedBundle, tmp_path: Path, outputs: int) -> None:
+    """In place of the model, in both directions."""
+    folder = save_classifier(tmp_path / "judge", outputs)
+    both = PairClassifier(str(folder)).said([Pair(CODE, REQUEST), Pair(REQUEST, CODE)])
+    generous, measured = Judging(served, -99.0, judge=str(folder)), Judging(served, None, judge=str(folder))
+    (found,) = await generous.facts(REQUEST)
+    assert (found["id"], found["odds"]) == ("Lima", pytest.approx(min(both), abs=1e-5))
+    assert await measured.facts(REQUEST) == []
+    assert measured.engine.facts.judged is not None
+    while measured.engine.facts.judged.ability is None:
+        await asyncio.sleep(0.05)
+    assert not measured.engine.facts.judged.may_judge
+
+
+async def test_a_request_goes_on_if_the_classifier_is_gone(
+    served: Served, memory: ServedBundle, tmp_path: Path
+) -> None:
+    judging = Judging(served, -99.0, judge=str(save_classifier(tmp_path / "judge", 1)))
+    (tmp_path / "judge").rename(tmp_path / "elsewhere")
+    assert await judging.facts(REQUEST) == []
+    (tmp_path / "elsewhere").rename(tmp_path / "judge")
+    assert len(await judging.facts(REQUEST)) == 1

@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from inducekv_vllm.bundle import FactRecord, write_bundle
 from inducekv_vllm.frontend.memory_engine import pop_decided
-from inducekv_vllm.frontend.request import AdaptedMemory, require_rendered, specs_for, with_specs
+from inducekv_vllm.frontend.request import AdaptedMemory, require_rendered, specs_for, with_asked, with_specs
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.protocol import Decided, TaskAdapter
 from inducekv_vllm.teaching import fact_of
@@ -83,7 +83,8 @@ class Engine:
         offline = self.served.offline
         prompt = require_rendered(offline.llm._preprocess_chat_one(asked.prompt.messages))
         memories = [AdaptedMemory(self.served.memories[name], asked.adapters) for name in asked.memories]
-        specs = specs_for(memories, prompt, offline.config, offline._placeholders)
+        (facts,) = offline._asked([prompt], [tuple(each.memory for each in memories)])
+        specs = with_asked(specs_for(memories, prompt, offline.config, offline._placeholders), facts)
         likeliest = {"n": n, "temperature": 1.0, "top_p": 1e-6} if n > 1 and not self.has_drafts else {}
         count = 1 if likeliest else n
         params = with_specs(greedy(max_tokens=40, **likeliest), specs)
@@ -114,7 +115,7 @@ def adapted(decided: Decided) -> bool:
     return isinstance(decided.adapter, TaskAdapter)
 
 
-KNOWN = Prompt(None, "Tell me which code Oslo has, please!")
+KNOWN = Prompt(None, "Please tell me what the code of Oslo is!")
 CASES = {
     "no gate": Asked(("first",), QUESTIONS[0], injected),
     "entries on the prompt": Asked(("gated",), QUESTIONS[0], injected),
@@ -157,10 +158,10 @@ def asking(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytes
             llm.llm_engine.add_lora(adapter_in(world))
             codes = [fact_of(f"What is the code of {city}?", city[::-1], "codes") for city in ("Oslo", "Lima", "Rome")]
             asking.teach("facts", codes)
-            states = [asking.served.offline.picture_state(Prompt(each.image, PICTURE).messages) for each in QUESTIONS]
-            beside = [fact_of(QUESTIONS[0].question, "red", "a", None, None, states[0])]
+            shown = [asking.served.offline.picture(Prompt(each.image, PICTURE).messages) for each in QUESTIONS]
+            beside = [fact_of(QUESTIONS[0].question, "red", "a", None, None, shown[0])]
             asking.teach("gated facts", beside, asking.served.memories["gated"])
-            parts = [fact_of(PICTURE, f"number {at}", "parts", None, None, each) for at, each in enumerate(states)]
+            parts = [fact_of(PICTURE, f"number {at}", "parts", None, None, each) for at, each in enumerate(shown)]
             asking.teach("pictures", parts)
         yield asking
 

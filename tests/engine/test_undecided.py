@@ -170,16 +170,16 @@ TEXT, MEDIA = [6, 7], [4, 5]  # that decide
 class Requests:
     """Undecided ones on one rank, of a bundle with this gate."""
 
-    def __init__(self, *, retrieval: bool = False, picture_marks: TurnMarks | None = None) -> None:
+    def __init__(self, *, retrieval: bool = False) -> None:
         self.cache = Cache(as_on_cpu)
         gate = ResidentGate.load(GATE, slice(0, J), D, True, CPU)
-        self.bundle: Any = SimpleNamespace(gate=gate, picture_marks=picture_marks)
+        self.bundle: Any = SimpleNamespace(gate=gate)
         self.spec = DecideSpec("digest", retrieval, None)
         self.table = WorkerRequests(Slots(2, lambda memory: None), lambda digest: self.bundle)
         self.values = self.cache.values()
-        reader = PromptReader(self.values, {IMAGE}, lambda sums: sums, lambda features: features, CPU)
+        reader = PromptReader(self.values, {IMAGE}, lambda sums: sums, CPU)
         attention: Any = None
-        self.decisions = StepDecisions(self.table, reader, None, attention, {IMAGE}, is_alone=True)
+        self.decisions = StepDecisions(self.table, reader, None, attention, is_alone=True)
 
     def start(self, request_id: str, blocks: list[list[int]]) -> None:
         params = SamplingParams(extra_args=extra_args_of((self.spec,)))
@@ -220,7 +220,7 @@ class Requests:
 
 
 def told(request: WorkerRequest) -> QueryFeatures:
-    (features,) = request.features.wait()
+    (features,) = request.features.wait(1)
     return features
 
 
@@ -232,22 +232,19 @@ def check_evidence(request: WorkerRequest, values: Tensor) -> None:
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of at most one token, whose mean is its own: the evidence of all, and the pictures' mean."""
+    """Of at most one token, whose mean is its own: the evidence of all."""
     in_pieces = evidence.in_pieces
     monkeypatch.setattr(evidence, "WINDOW", 1)
     monkeypatch.setattr(evidence, "in_pieces", lambda text, media: in_pieces(text, media, 2))
     monkeypatch.setattr(prompts, "PIECE", 1)
-    requests, values = Requests(picture_marks=TurnMarks((6, 2), 3)), drawn(11)
+    requests, values = Requests(), drawn(11)
     read, most = requests.values.read, list[int]()
     monkeypatch.setattr(requests.values, "read", lambda *given: (most.append(len(given[2])), read(*given))[1])
     requests.start("r", [[2, 1, 4], [0, 3]])
     requests.cache.write(values, [[2, 1, 4], [0, 3]])
     (request,) = requests.step("r", 0, 11)
     check_evidence(request, values)
-    assert (max(most), len(most)) == (2, 5)
-    picture = told(request).picture
-    assert picture is not None
-    np.testing.assert_allclose(picture, values[MEDIA, 0].flatten(1).mean(0).numpy(), rtol=0, atol=1e-6)
+    assert (max(most), len(most)) == (2, 3)
 
 
 def test_evidence_is_there_after_the_last_prompt_token() -> None:
@@ -326,7 +323,7 @@ def test_numbers_that_are_not_finite_decide_nothing() -> None:
     requests.start("r", [[3, 0, 5], [4, 1]])
     (request,) = requests.step("r", 0, 11)
     with pytest.raises(InduceKVError, match="not finite"):
-        request.features.wait()
+        request.features.wait(1)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -344,33 +341,6 @@ def test_ranks_add_up(shared: bool) -> None:
     for gate, (own, _) in zip(gates, heads, strict=True):
         found = gate.scores.evidence(values[:, :, own].flatten(2), lambda part: total)
         torch.testing.assert_close(found, GATE.token_scores.evidence(values.flatten(2)), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("marks", [GATE.marks, TurnMarks((), None)])
-def test_the_state_of_pictures_is_the_mean_of_their_values(marks: TurnMarks) -> None:
-    """Of the first layer, beside the evidence; nothing for a bundle whose facts have no pictures."""
-    values, blocks = drawn(len(PROMPT)), [[3, 0, 5], [4, 1]]
-    for picture_marks in (marks, None):
-        requests = Requests(picture_marks=picture_marks)
-        requests.cache.write(values, blocks)
-        requests.start("a", blocks)
-        (request,) = requests.step("a", 0, len(PROMPT))
-        found = told(request).picture
-        if picture_marks is None:
-            assert found is None
-        else:
-            assert found is not None
-            np.testing.assert_allclose(found, values[MEDIA, 0].flatten(1).mean(0).numpy(), rtol=0, atol=1e-6)
-        check_evidence(request, values)
-
-
-def test_pictures_that_cannot_be_told_apart_decide_nothing() -> None:
-    requests = Requests(picture_marks=GATE.marks)
-    vars(requests.cache.layers["layers.0.attn"]).update({"kv_sharing_target_layer_name": "layers.1.attn"})
-    requests.start("a", [[3, 0, 5], [4, 1]])
-    (request,) = requests.step("a", 0, len(PROMPT))
-    with pytest.raises(InduceKVError, match=r"pictures cannot be told .* by layer 0: it has the values of layer"):
-        request.features.wait()
 
 
 @pytest.fixture
@@ -400,9 +370,7 @@ def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: p
     reader = SimpleNamespace(question=lambda prompt: SimpleNamespace(text="a question"))
     for each, found in zip(asked, (raising(error), lambda *given, **options: None), strict=True):
         facts = SimpleNamespace(find=found)
-        each.bundle = SimpleNamespace(
-            gate=None, picture_marks=None, index=index, words=None, reader=reader, facts=facts
-        )
+        each.bundle = SimpleNamespace(gate=None, index=index, words=None, reader=reader, facts=facts)
         each.start("r", [[3, 0, 5], [4, 1]])
     deciding = Deciding({IMAGE})
     first, second = (deciding.decide(request) for each in asked for request in each.step("r", 0, 11))

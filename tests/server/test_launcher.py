@@ -23,6 +23,7 @@ from server import launcher
 from server.demo import BUNDLE, CHECKPOINT
 from server.launcher import DEFAULT_HOST, SCHEDULER_CLS, WORKER_CLS, UsageError, main, plugin_list
 from tests.bundles import random_bundle
+from tests.tiny_encoders import save_classifier
 from tests.tiny_hybrids import save_granite_hybrid
 
 
@@ -171,6 +172,9 @@ class TestRefusals:
             (["--require-signature", "/no/such.pem"], "/no/such.pem: cannot read the key"),
             (["--require-signature", "BUNDLE"], "not a public key in PEM"),
             (["--memory", "a=BUNDLE", "--require-signature", "PUBLIC"], "a: .*: the bundle is not signed"),
+            (["--memory-judge", "/no/such"], "/no/such: no such model folder"),
+            (["--memory-judge", "FOLDER"], "expected a model folder, found no config.json in it"),
+            (["--memory-judge", "THREE"], "three: expected a classifier with one output or two, found 3"),
             (["--memory-root", "/no/such"], "argument --memory-root: no such folder: /no/such"),
         ],
     )
@@ -180,7 +184,7 @@ class TestRefusals:
         damaged = bundle.with_name("damaged.safetensors")
         damaged.write_bytes(bundle.read_bytes()[:-1])
         named = {"BUNDLE": bundle, "DAMAGED": damaged, "PUBLIC": public_key(bundle.with_name("public.pem"))}
-        named["FOLDER"] = bundle.parent
+        named |= {"FOLDER": bundle.parent, "THREE": save_classifier(bundle.with_name("three"), 3)}
         for name, path in named.items():
             argv = [argument.replace(name, str(path)) for argument in argv]
         with pytest.raises(SystemExit) as end:

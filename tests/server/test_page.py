@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 from server.page import PAGE
+from tests.encodings import drawn, saved
 from tests.engine.parity import Prompt
 from tests.server.browser import PROGRAM, opened
 from tests.server.http import Bundles, ask
@@ -206,7 +208,7 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
         unfold("#facts")
         page.wait_for(f"{FACT} === 'Ann'")
 
-        fill(question="please tell me who keeps the tower", tokens="16")
+        fill(question="Please tell me: who keeps the tower?", tokens="16")
         press("Ask", "#ask")
         answers = "[...document.querySelectorAll('.answer pre')].map(p => p.innerText)"
         page.wait_for(f"{answers}.length === 2 && !{answers}.includes('…')")
@@ -241,3 +243,47 @@ def test_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
 
 
 FACT = "document.querySelector('#facts textarea')?.value"
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium: with one, the page is tested in it")
+def test_pictures_in_a_browser(server: str, bundles: Bundles, tmp_path: Path) -> None:
+    """Dropped, a picture is taught with its question, is shown beside the fact, and is asked about."""
+    png = base64.b64encode(saved(drawn(), "PNG")).decode()
+    with opened(f"{server}/memory", tmp_path / "browser") as page:
+
+        def drop(form: str) -> None:
+            page.run(f"({DROP})({json.dumps(form)}, {json.dumps(png)})")
+            page.wait_for(f"{shown(f'#{form}-pictures')} === 40")
+
+        def shown(place: str) -> str:
+            return f"document.querySelector('{place} img')?.naturalWidth"
+
+        def submit(form: str, **values: str) -> None:
+            for name, value in values.items():
+                page.run(f"document.getElementById('{name.replace('_', '-')}').value = {json.dumps(value)}")
+            page.run(f"document.querySelector('#{form} button.main').click()")
+
+        page.run(f"keys.admin = {json.dumps(ADMIN_KEY)}")
+        drop("teach")
+        page.run("document.querySelector('#teach-pictures button').click()")
+        assert page.run("document.querySelectorAll('#teach-pictures *').length") == 0
+        drop("teach")
+        fact = {"teach_bundle": "shown", "teach_question": "What is this?", "teach_answer": "A flag"}
+        submit("teach", **fact)
+        page.wait_for("document.getElementById('message').innerText === 'Taught'")
+        page.wait_for(f"{shown('#facts')} === 96")  # small
+        assert page.run("pictures.teach.length") == 0
+        drop("ask")
+        submit("ask", question="What is this?", tokens="8")
+        answers = "[...document.querySelectorAll('.answer pre')].map(p => p.innerText)"
+        page.wait_for(f"{answers}[1] === 'A flag'")
+        page.screenshot(tmp_path / "page.png")
+        assert page.said == []
+    bundles.unload("shown")
+
+
+DROP = """(form, data) => {
+  const files = new DataTransfer(), bytes = Uint8Array.from(atob(data), character => character.charCodeAt(0));
+  files.items.add(new File([bytes], "flag.png", { type: "image/png" }));
+  document.getElementById(form).dispatchEvent(new DragEvent("drop", { dataTransfer: files, cancelable: true }));
+}"""

@@ -2,9 +2,6 @@
 
 public.py        other people's questions: what is answered, and what must not be
 judge.py         a model that judges what words leave open
-pictures.py      half of the things are stored with a picture, all are asked about in pictures
-engine.py        the engine that it asks
-seeds_table.py   how it prints what it finds
 size.py          time and memory beside many facts
 teaching.py      over HTTP, beside running streams: from the call to the first right answer
 common_words.py  makes the file of `inducekv_vllm/facts/languages` that says how common words are

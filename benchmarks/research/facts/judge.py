@@ -43,7 +43,7 @@ class PairJudge:
         new = sorted({pair for pair in pairs if pair not in self._known}, key=lambda pair: len("".join(pair)))
         for at in track(range(0, len(new), KEPT_AT_ONCE), "Judging", shown=bool(new)):
             part = new[at : at + KEPT_AT_ONCE]
-            said = self._judge.said(self._judge.judged.prompts(part))
+            said = self._judge.said(self._judge.judged.both_ways(part))
             found = {pair: min(said[2 * n : 2 * n + 2]) for n, pair in enumerate(part)}
             self._known.update(found)
             if self._file is not None:

@@ -7,13 +7,12 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from inducekv_vllm.backbone.fact_reader import AskedQuestion, FactReader
+from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.backbone.stored_facts import REFUSED, StoredAnswers, StoredQuestions
 from inducekv_vllm.bundle import FactRecord
-from inducekv_vllm.facts import FactFound, FactMissed, Pair, packed, unpacked
+from inducekv_vllm.facts import FactFound, FactMissed, Pair
 from inducekv_vllm.teaching import fact_of
 from tests.tiny_families import FAMILIES
 
@@ -147,39 +146,6 @@ def test_expired_facts_are_not_found(reader: FactReader) -> None:
     bundle = Bundle(reader, [of("Lima"), of("Oslo", expires_at=PAST), of("Lima", "newer", expires_at=PAST)])
     assert bundle.found("What is the code of Oslo?") is None
     assert bundle.found("What is the code of Lima?") == "codes/Lima"
-
-
-def states(count: int) -> list[str]:
-    drawn = np.random.default_rng(0).standard_normal((count, 24)).astype(np.float32)
-    return [packed(each) for each in drawn]
-
-
-def test_pictures_tell_and_then_words(reader: FactReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ask the same of their pictures; two ask of one, and there the words decide."""
-    pictures = states(12)
-    facts = [fact_of("What is this?", f"part {at}", id=str(at), picture=each) for at, each in enumerate(pictures)]
-    heavy = fact_of("How much does it weigh?", "2 kg", id="heavy", picture=pictures[0])
-    words = fact_of("What is the code of Lima?", "LIM", id="words")
-    bundle = Bundle(reader, [*facts, heavy, words])
-
-    def asked(question: str, picture: str | None, state: str | None = None) -> str | None:
-        """`state`, of the picture, as the worker has read it."""
-        read = AskedQuestion(question, has_media=picture is not None, begun="")
-        with monkeypatch.context() as patch:
-            patch.setattr(FactReader, "question", lambda *given: read)
-            return bundle.found(question, picture=None if state is None else unpacked(state))
-
-    for at, picture in enumerate(pictures[1:], 1):
-        assert asked("Tell me what this is", picture, picture) == str(at)
-        assert asked("How old is this?", picture, picture) is None
-    assert asked("How much does it weigh, please?", pictures[0], pictures[0]) == "heavy"
-    assert asked("what is this", pictures[0], pictures[0]) == "0"
-    assert asked("What is the code of Lima?", pictures[3], pictures[3]) is None
-    assert asked("What is the code of Lima?", None) == "words"
-    assert asked("What is this?", None) is None
-    other = packed(-unpacked(pictures[0]))
-    assert asked("What is this?", other, other) is None
-    assert asked("What is this?", pictures[3]) is None  # nobody has read what it is like
 
 
 def test_marks_of_a_conversation(reader: FactReader) -> None:

@@ -99,7 +99,7 @@ def test_the_command(model: Path, reader: FactReader, tmp_path: Path, capsys: py
 
 
 def test_pictures(tmp_path: Path) -> None:
-    """The command and the selector's model find them by the same states as the server."""
+    """The command takes them without the model; what the selector's model is shown, it knows by its pixels."""
     model, pictures, lines = FAMILIES["llava-1.5"](tmp_path / "model"), drawings(12, 1), []
     for at, picture in enumerate(pictures):
         picture.save(tmp_path / f"{at}.png")
