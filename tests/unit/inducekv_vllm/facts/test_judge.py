@@ -88,6 +88,13 @@ def test_own_words_and_long_texts_are_not_put_to_it() -> None:
     assert can_be_asked("What is the answer to question 7?")
 
 
+def test_only_english_is_judged() -> None:
+    for text in ("Where is the café?", "staging database port", "What does 東京 mean?"):
+        assert can_be_asked(text)
+    for text in ("Wo steht der Drucker?", "¿Dónde está?", "店は何時に開きますか", "商店几点开门？", "Где принтер?"):
+        assert not can_be_asked(text)
+
+
 def test_the_prompts_of_a_language_begin_alike(prompt: JudgePrompt) -> None:
     """So that the prefix cache has the instruction."""
     one, other = (prompt.token_ids(Pair("Who?", text)) for text in ("a", "b"))
