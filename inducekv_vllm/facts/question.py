@@ -109,9 +109,10 @@ def _asks_for(words: list[Word], language: Language) -> str | None:
     said = [word.text for word in words]
     if not said or said[0] not in language.asking:
         return None
-    if language.supporting & set(said[1:4]):
-        return "object"
-    return None if language.moving & set(said) else "subject"
+    first = next((word for word in said if word in language.moving), None)
+    if first is None:
+        return "subject"
+    return "object" if first in language.supporting and first in said[1:4] else None
 
 
 def _terms(words: list[Word], language: Language) -> dict[str, Term]:

@@ -87,6 +87,7 @@ def test_surely_two(stored: str, asked: str, reason: str) -> None:
         (CLOSES, "At what time does the Leipzig warehouse shut on a Friday?"),
         ("What is the return policy?", "What's your policy on returns?"),
         ("What is the capital of Peru?", "Which city is Peru's capital?"),
+        ("Which printer prints A3?", "Which printer can do A3?"),
         ("Who is Anna's employer?", "Who is Anna's employee?"),
         ("How do I buy shares?", "How do I sell shares?"),
         ("Can I return shoes?", "Can I return shoes if worn?"),
