@@ -127,6 +127,8 @@ def add_flags(group: Any) -> None:
     add("--memory-audit-answers", "audit_answers", None, text, action="store_const", const=True)
     text = "let MODEL, a sequence classifier with one output or two, judge other wordings of facts"
     add("--memory-judge", "judge", "MODEL", text)
+    text = "put facts that mean what a request says, by MODEL, a sentence encoder, to the judge, too"
+    add("--memory-encoder", "encoder", "MODEL", text)
     text = "say a fact from these log-odds on that a request asks for it in other words; measured if not given"
     add("--memory-judge-threshold", "judge_threshold", "ODDS", text, type=float)
     text = f"room for loaded bundles, in entries of 8 tokens, taken at start; {DEFAULT_POOL_ENTRIES} if not given"
@@ -268,7 +270,8 @@ def check_names(config: InduceKVConfig, args: argparse.Namespace) -> None:
 
 
 def check_files(config: InduceKVConfig, backbone: BackboneFingerprint | None) -> None:
-    """Raises InduceKVError: a bundle, a key, the state or the judge cannot be used."""
+    """Raises InduceKVError: a bundle, a key, the state, the judge or the encoder cannot be used."""
+    from inducekv_vllm.backbone.meaning import SentenceEncoder
     from inducekv_vllm.backbone.pair_classifier import PairClassifier
     from inducekv_vllm.bundle import read_bundle, read_public_key, require_signature
     from inducekv_vllm.frontend.served_bundle import ServedBundle, require_shareable
@@ -289,6 +292,8 @@ def check_files(config: InduceKVConfig, backbone: BackboneFingerprint | None) ->
         check_state_file(Path(config.state))
     if config.judge is not None:
         PairClassifier(config.judge)
+    if config.encoder is not None:
+        SentenceEncoder(config.encoder)
 
 
 def check_model(model: str) -> BackboneFingerprint | None:

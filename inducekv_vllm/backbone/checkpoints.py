@@ -58,6 +58,19 @@ def load_config(model: str | Path, revision: str | None = None) -> tuple[Pretrai
     return config, kind_of(config, model)
 
 
+def any_config(model: str) -> PretrainedConfig:
+    """The configuration of a model that need not generate text.
+
+    Raises:
+        UnsupportedModel: there is none, or it is malformed.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # as in `load_config`
+        raise UnsupportedModel(f"{model}: cannot load the configuration: {summary(error)}") from error
+    return config
+
+
 def kind_of(config: PretrainedConfig, model: str | Path) -> Kind:
     """The kind of a checkpoint.
 

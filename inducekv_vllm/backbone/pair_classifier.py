@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ..errors import UnsupportedModel
 from ..facts import Pair
 from ..facts.judge import log_odds, one_line
-from .checkpoints import load_tokenizer, require_model_folder, summary
+from .checkpoints import any_config, load_tokenizer, require_model_folder, summary
 
 AT_ONCE: Final = 8
 NOT_READ: Final = -100.0  # below every threshold: of a pair that it cannot read
@@ -94,10 +94,7 @@ class PairClassifier:
 
 def _read(model: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Raises UnsupportedModel: as `PairClassifier` does."""
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # the classes of transformers compute with whatever the file says
-        raise UnsupportedModel(f"{model}: cannot load the configuration: {summary(error)}") from error
+    config = any_config(model)
     expected = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "a model of another type")
     architecture = next(iter(config.architectures or ()), "no architecture")
     if architecture != expected:

@@ -103,9 +103,29 @@ class StoredQuestions:
             if each.comparison.differs is None and each.comparison.said >= NEAR
         }
         near = dict(list(likely.items())[:MOST_JUDGED])
-        pairs = {number: Pair(questions.texts[each.number], text) for number, each in near.items()}
-        pairs = {number: pair for number, pair in pairs.items() if all(map(can_be_asked, pair))}
-        return Candidates(named, near, pairs, _missed(found, NOT_JUDGEABLE))
+        return Candidates(named, near, self._pairs(near, text), _missed(found, NOT_JUDGEABLE))
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """The questions that a request without pictures may ask, by their places."""
+        return self._open.texts
+
+    def joined(self, found: Candidates, text: str, places: Sequence[int]) -> Candidates:
+        """The candidates of a text, and the questions in these places, which may mean the same, the nearest first.
+
+        Of those that nothing refuses, the nearest by words is judged, then those by meaning, then the others by words.
+        """
+        meant = self._open.beside(text, places, datetime.now(UTC))
+        by_words = list(found.near.items())
+        near = dict[int, Found]()
+        for number, each in (*by_words[:1], *meant.items(), *by_words[1:]):
+            if each.comparison.differs is None and len(near) < MOST_JUDGED:
+                near.setdefault(number, each)
+        return replace(found, near=near, pairs=self._pairs(near, text))
+
+    def _pairs(self, near: Mapping[int, Found], text: str) -> dict[int, Pair]:
+        pairs = {number: Pair(self._open.texts[each.number], text) for number, each in near.items()}
+        return {number: pair for number, pair in pairs.items() if all(map(can_be_asked, pair))}
 
     def _named(self, text: str, now: datetime) -> tuple[AskedFact, ...]:
         """Of each task of the gate, the fact about the same."""
@@ -171,6 +191,14 @@ class _Questions:
         found = dict[int, Found]()
         for each in self._index.near(text, lambda place: not self._facts[self._numbers[place]].has_expired(now)):
             found.setdefault(self._numbers[each.number], each)
+        return found
+
+    def beside(self, text: str, places: Sequence[int], now: datetime) -> dict[int, Found]:
+        """As `near`, of the questions in these places."""
+        found = dict[int, Found]()
+        for each in self._index.beside(text, places):
+            if not self._facts[self._numbers[each.number]].has_expired(now):
+                found.setdefault(self._numbers[each.number], each)
         return found
 
     def named(self, text: str, now: datetime) -> Iterator[tuple[int, Found]]:

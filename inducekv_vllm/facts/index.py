@@ -84,6 +84,15 @@ class QuestionIndex:
             return [Found(number, SAME)]
         return [] if len(text) > MOST_COMPARED else self._near(text, among, compare)
 
+    def beside(self, text: str, numbers: Sequence[int]) -> list[Found]:
+        """These stored questions beside a request."""
+        languages = {number: kept_of(self.questions[number]).language for number in numbers}
+        asked = {language: read(text, language) for language in set(languages.values())}
+        return [
+            Found(number, compare(_read(self.questions[number], language), asked[language], language))
+            for number, language in languages.items()
+        ]
+
     def named(self, text: str, among: Callable[[int], bool] = lambda number: True) -> Found | None:
         """The question about the same, if it is known that the request asks what the questions ask."""
         if (number := self.same_as(text, among)) is not None:

@@ -11,6 +11,7 @@ from vllm.inputs import EngineInput
 
 from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.judged import Judged
+from ..backbone.meaning import SentenceEncoder
 from ..backbone.pair_classifier import PairClassifier
 from ..backbone.stored_facts import NO_ANSWER
 from ..bundle import BackboneFingerprint, FactRecord
@@ -20,6 +21,7 @@ from ..facts.judge import JudgePrompt
 from ..vllm_seams.config import InduceKVConfig
 from ..vllm_seams.logs import logger_of
 from .judging import AskedJudge, ClassifierJudge, EngineJudge
+from .meant import MeantQuestions
 from .pictures import shown_in
 from .served_bundle import ServedBundle
 
@@ -32,9 +34,10 @@ class FactFinder:
     """See the module docstring. It belongs to an event loop."""
 
     def __init__(self, client: EngineClient, config: InduceKVConfig) -> None:
-        """Raises UnsupportedModel: the classifier that is to judge cannot."""
+        """Raises UnsupportedModel: the classifier that is to judge cannot, or the encoder is none."""
         self._client, self._threshold = client, config.judge_threshold
         self._classifier = None if config.judge is None else PairClassifier(config.judge)
+        self._meant = None if config.encoder is None else MeantQuestions(SentenceEncoder(config.encoder))
         self._generate = client.generate  # vLLM's own, before the server replaces it
         self._started: asyncio.Task[tuple[FactReader, FactJudge]] | None = None
 
@@ -106,6 +109,11 @@ class FactFinder:
         questions = await memory.stored_questions()
         found = questions.candidates(question.text, has_media=question.has_media, picture=question.picture)
         judged = judge.judged
+        if self._meant is not None and not found.by_words and not question.has_media:
+            judge.begin_measuring()
+            if judged.may_judge:
+                places = await self._meant.places(questions, question.text)
+                found = questions.joined(found, question.text, places)
         if not found.pairs or found.by_words:
             return found.settled(None, 0.0)
         judge.begin_measuring()

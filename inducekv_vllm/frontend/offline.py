@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from vllm import LLM
 from vllm.exceptions import GenerationError
@@ -33,13 +34,14 @@ from vllm.sampling_params import SamplingParams
 from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.fingerprint import backbone_fingerprint
 from ..backbone.judged import Judged
+from ..backbone.meaning import MeaningIndex, SentenceEncoder
 from ..backbone.pair_classifier import PairClassifier
 from ..backbone.placeholders import placeholder_ids
-from ..backbone.stored_facts import Candidates
+from ..backbone.stored_facts import Candidates, StoredQuestions
 from ..bundle import Bundle, FactRecord, PictureRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
 from ..facts import AskedFacts, Pair
-from ..facts.judge import JudgePrompt
+from ..facts.judge import JudgePrompt, can_be_asked
 from ..protocol import Decided, Decision
 from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
@@ -84,7 +86,8 @@ class MemoryLLM:
         """Read the public keys.
 
         Raises:
-            UnsupportedModel: the engine was started without the memory worker, or the `judge` cannot be one.
+            UnsupportedModel: the engine was started without the memory worker, or the `judge` or the `encoder`
+                cannot be one.
             ConfigError: a file cannot be used.
         """
         read_as_task_data()
@@ -103,6 +106,8 @@ class MemoryLLM:
         self._placeholders = placeholder_ids(vllm_config.model_config.hf_config)
         self._signers = [read_public_key(path) for path in self.config.require_signature]
         self._classifier = None if self.config.judge is None else PairClassifier(self.config.judge)
+        self._encoder = None if self.config.encoder is None else SentenceEncoder(self.config.encoder)
+        self._meanings: WeakKeyDictionary[StoredQuestions, MeaningIndex] = WeakKeyDictionary()
         self._loaded: dict[str, ServedBundle] = {}  # by digest
 
     def load_bundle(self, path: str | os.PathLike[str]) -> ServedBundle:
@@ -284,7 +289,20 @@ class MemoryLLM:
     def _candidates(self, memory: ServedBundle, question: AskedQuestion | None) -> Candidates:
         if question is None or not memory.metadata.facts:
             return Candidates(())
-        return memory.questions.candidates(question.text, has_media=question.has_media, picture=question.picture)
+        questions, text = memory.questions, question.text
+        found = questions.candidates(text, has_media=question.has_media, picture=question.picture)
+        if self._encoder is None or found.by_words or question.has_media:
+            return found
+        may_judge = self._judged.may_judge or self._judged.is_to_be_measured
+        if not (may_judge and questions.texts and can_be_asked(text)):
+            return found
+        return questions.joined(found, text, self._meant(self._encoder, questions, text))
+
+    def _meant(self, encoder: SentenceEncoder, questions: StoredQuestions, text: str) -> list[int]:
+        """The places of questions that may mean what a text says."""
+        if questions not in self._meanings:
+            self._meanings[questions] = MeaningIndex(encoder, questions.texts)
+        return self._meanings[questions].nearest(text)
 
     def _said(self, pairs: Sequence[Pair]) -> list[float]:
         """By the judge."""

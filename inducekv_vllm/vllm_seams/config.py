@@ -52,6 +52,7 @@ class InduceKVConfig(BaseModel):
     max_body_bytes: int | None = Field(default=None, ge=1)
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
     judge: str | None = None  # of facts: a sequence classifier, a folder or an id of the hub; None: the served model
+    encoder: str | None = None  # of sentences, for what a judge is asked: a folder or an id of the hub
     # Of the judge of facts: the log-odds from which on two questions are taken for one; None for the measured ones.
     judge_threshold: float | None = Field(default=None, ge=-99, le=99)
     audit_answers: bool = False  # the audit chain of the state has every answer too

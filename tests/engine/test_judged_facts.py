@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BertModel
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import SamplingParams
 
+from inducekv_vllm.backbone import meaning
 from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.backbone.pair_classifier import PairClassifier
 from inducekv_vllm.bundle import read_bundle, write_bundle
@@ -49,7 +51,12 @@ async def served(anyio_backend: str, world: World) -> AsyncIterator[Served]:
 
 @pytest.fixture
 async def memory(served: Served, world: World, tmp_path: Path) -> ServedBundle:
-    facts = [fact_of(CODE, "LIM", id="Lima"), fact_of("What is the code of Oslo?", "OSL", id="Oslo")]
+    return await loaded(served, world, tmp_path, {CODE: "Lima", "What is the code of Oslo?": "Oslo"})
+
+
+async def loaded(served: Served, world: World, tmp_path: Path, ids: dict[str, str]) -> ServedBundle:
+    """Facts by their questions."""
+    facts = [fact_of(question, id[:3].upper(), id=id) for question, id in ids.items()]
     path = tmp_path / "facts.safetensors"
     write_bundle(taught(None, facts, FactReader.of(world.model)).bundle, path)
     made = ServedBundle.from_bundle(read_bundle(path), str(path))
@@ -162,3 +169,22 @@ async def test_a_request_goes_on_if_the_classifier_is_gone(
     assert await judging.facts(REQUEST) == []
     (tmp_path / "elsewhere").rename(tmp_path / "judge")
     assert len(await judging.facts(REQUEST)) == 1
+
+
+async def test_a_wording_without_a_common_word(
+    served: Served, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By meaning it reaches the judge. Without an able one, or without an encoder, it does not."""
+    await loaded(served, world, tmp_path, {"What is the wifi password?": "wifi", "How tall is Ana Ruiz?": "Ana"})
+    request, encoder = "how can guests get online?", str(save_classifier(tmp_path / "encoder", 1, BertModel))
+    monkeypatch.setattr(meaning, "LIKE", -1.0)
+    (found,) = await Judging(served, -99.0, encoder=encoder).facts(request)
+    assert (found["id"], found["closeness"]) == ("wifi", 0)
+    assert found["odds"] is not None
+    assert await Judging(served, -99.0).facts(request) == []
+    assert await Judging(served, None, encoder=encoder).facts(request) == []
+    gone = Judging(served, -99.0, encoder=encoder)
+    (tmp_path / "encoder").rename(tmp_path / "elsewhere")
+    assert await gone.facts(request) == []
+    (tmp_path / "elsewhere").rename(tmp_path / "encoder")
+    assert len(await gone.facts(request)) == 1

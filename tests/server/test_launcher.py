@@ -174,6 +174,7 @@ class TestRefusals:
             (["--memory", "a=BUNDLE", "--require-signature", "PUBLIC"], "a: .*: the bundle is not signed"),
             (["--memory-judge", "/no/such"], "/no/such: no such model folder"),
             (["--memory-judge", "FOLDER"], "expected a model folder, found no config.json in it"),
+            (["--memory-encoder", "/no/such"], "/no/such: no such model folder"),
             (["--memory-judge", "THREE"], "three: expected a classifier with one output or two, found 3"),
             (["--memory-root", "/no/such"], "argument --memory-root: no such folder: /no/such"),
         ],
