@@ -20,9 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from .language import language_of
+from .language import ENGLISH, language_of
 from .question import read
 from .rule import compare
+from .text import normalised, words_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,8 +101,17 @@ def one_line(text: str) -> str:
 
 
 def can_be_asked(text: str) -> bool:
-    """Whether a question is short enough, and says nothing that the prompt says itself."""
-    return len(text) <= MOST_JUDGED and _OWN_WORDS.search(one_line(text)) is None
+    """Whether a question is short enough, says nothing that the prompt says itself, and is English.
+
+    In no other language it is measured what a model is worth as a judge.
+    """
+    language = language_of(text)
+    is_english = language.code == ENGLISH and (text.isascii() or any(map(language.is_function_word, _words(text))))
+    return len(text) <= MOST_JUDGED and _OWN_WORDS.search(one_line(text)) is None and is_english
+
+
+def _words(text: str) -> list[str]:
+    return [word.text for word in words_of(normalised(text))]
 
 
 def log_odds(yes: float, no: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -88,6 +89,13 @@ def test_own_words_and_long_texts_are_not_put_to_it() -> None:
     assert can_be_asked("What is the answer to question 7?")
 
 
+def test_only_english_is_judged() -> None:
+    for text in ("Where is the café?", "staging database port", "What does 東京 mean?"):
+        assert can_be_asked(text)
+    for text in ("Wo steht der Drucker?", "¿Dónde está?", "店は何時に開きますか", "商店几点开门？", "Где принтер?"):
+        assert not can_be_asked(text)
+
+
 def test_the_prompts_of_a_language_begin_alike(prompt: JudgePrompt) -> None:
     """So that the prefix cache has the instruction."""
     one, other = (prompt.token_ids(Pair("Who?", text)) for text in ("a", "b"))
@@ -120,28 +128,27 @@ def test_what_a_model_is_worth() -> None:
     assert log_odds(-math.inf, 0.0) == -99.0
 
 
-def test_when_it_judges(prompt: JudgePrompt) -> None:
-    tokenizer = prompt._tokenizer
-    judged = Judged(tokenizer)
+def test_when_it_judges() -> None:
+    judged = Judged()
     assert (judged.may_judge, judged.why_not, judged.is_to_be_measured) == (False, NOT_MEASURED, True)
     judged.measured([math.sin(at * 7.0) for at in range(2 * len(known_pairs()))])
     assert (judged.may_judge, judged.why_not) == (False, NOT_ABLE)
     judged.measured([2.0 if each.is_same else -2.0 for each in known_pairs() for _ in range(2)])
     assert judged.may_judge
-    assert Judged(tokenizer, threshold=-1.0).may_judge
-    small = Judged(tokenizer, threshold=-1.0, context=256)
+    assert Judged(threshold=-1.0).may_judge
+    small = Judged(threshold=-1.0, has_room=False)
     assert (small.may_judge, small.why_not, small.is_to_be_measured) == (False, NO_ROOM, False)
 
 
-def test_a_pair_is_asked_once_in_both_directions(prompt: JudgePrompt) -> None:
-    judged, asked = Judged(prompt._tokenizer, threshold=0.0), list[list[int]]()
+def test_a_pair_is_asked_once_in_both_directions() -> None:
+    judged, asked = Judged(threshold=0.0), list[Pair]()
 
-    def ask(prompts: list[list[int]]) -> list[float]:
-        asked.extend(prompts)
-        return [float(len(asked) - at) for at in range(len(prompts))]
+    def ask(pairs: Sequence[Pair]) -> list[float]:
+        asked.extend(pairs)
+        return [float(len(asked) - at) for at in range(len(pairs))]
 
     pair, other = Pair("Who leads?", "Who is the lead?"), Pair("Who leads?", "Who runs it?")
     assert judged.odds([pair, pair], ask) == {pair: 1.0}
-    assert asked == [prompt.token_ids(pair), prompt.token_ids(Pair(pair.asked, pair.stored))]
+    assert asked == [pair, Pair(pair.asked, pair.stored)]
     assert judged.odds([other, pair], ask) == {pair: 1.0, other: 3.0}
     assert len(asked) == 4
