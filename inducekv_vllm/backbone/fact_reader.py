@@ -108,7 +108,7 @@ class FactReader:
         shown = [each for each in pictures if not set(each.places).isdisjoint(deciding.media)]
         is_known = bool(shown) and set().union(*(each.places for each in shown)).issuperset(deciding.media)
         return AskedQuestion(
-            text=self._text([token_ids[at] for at in deciding.text]).strip(),
+            text=self._text([token_ids[at] for at in deciding.text]),
             has_media=bool(deciding.media),
             begun=self._text(begun),
             picture=joined([each.digest for each in shown]) if is_known else None,

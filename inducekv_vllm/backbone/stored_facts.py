@@ -80,6 +80,7 @@ class StoredQuestions:
             has_media: then facts with these pictures are found, and without, those without.
             picture: as that of `AskedQuestion`.
         """
+        text = text.strip()  # the chat template may have it in lines of its own
         return self._of_pictures(text, picture) if has_media else self._of_text(text)
 
     def _of_pictures(self, text: str, picture: str | None) -> Candidates:
@@ -115,6 +116,7 @@ class StoredQuestions:
 
         Of those that nothing refuses, the nearest by words is judged, then those by meaning, then the others by words.
         """
+        text = text.strip()
         meant = self._open.beside(text, places, datetime.now(UTC))
         by_words = list(found.near.items())
         near = dict[int, Found]()

@@ -55,7 +55,7 @@ def test_facts_answer_here(path: Path, questions: Path, model_folders: dict[str,
         ["keepers", "2", "0", "(0.0%)", "1", "(50.0%)"],
         ["x", "1", "0", "(0.0%)", "0", "(0.0%)"],
     ]
-    assert misses_in(lines) == [["Who keeps the bridge?", "keepers/2", "-", "no fact has its answer", "-", "-", "-"]]
+    assert misses_in(lines) == [["Who keeps the bridge?", "keepers/2", "-", "no fact has its answer"]]
 
 
 def misses_in(printed: str) -> list[list[str]]:
@@ -65,7 +65,7 @@ def misses_in(printed: str) -> list[list[str]]:
 
 
 def test_misses_are_named(path: Path, model_folders: dict[str, Path], tmp_path: Path) -> None:
-    """With the wording that would have been found: once it is added, nothing is missed."""
+    """With the nearest fact that has the answer. Once the wording is added to it, nothing is missed."""
     asked, wording = tmp_path / "asked.csv", "Which person tends that tower?"
     far = f"{'Long ago it was said. ' * 5}Which person tends it?"
     asked.write_text(f"question,answer\nWho keeps the tower?,Ann\n{wording},Ann\n{far},Bo\nWhy?,b\n")
@@ -73,8 +73,8 @@ def test_misses_are_named(path: Path, model_folders: dict[str, Path], tmp_path: 
     lines = command("eval", path, *here)
     assert "2 questions that no fact answered and one should have, 0 by a wrong one:" in lines
     first, second = misses_in(lines)
-    assert first[:2] + first[-3:] == [wording, "-", "keeps", "tends", wording]
-    assert (first[2], second[0], second[-1]) == ("keepers/1", f"{far[:100]}...", "-")
+    assert first == [wording, "-", "keepers/1", "the judge says that it asks something else, or nobody judges"]
+    assert (second[0], second[-1]) == (f"{far[:100]}...", "few words in common")
 
     more, bundle = tmp_path / "more.jsonl", tmp_path / "more.safetensors"
     messages = [{"role": "user", "content": "Who keeps the tower?"}]
