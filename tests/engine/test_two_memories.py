@@ -193,7 +193,7 @@ def test_a_tenants_facts_come_first_and_nobody_elses_are_found(served: MemoryEng
     facts.teach("of all", [fact("Lima", "lll 1"), fact("Cairo", "oriac 5")], served.bundles["manual"])
 
     def found(city: str, *names: str) -> list[str | None]:
-        (answer,) = check(served, [Prompt(None, f"Tell me which code {city} has, please!")], [names])  # type: ignore[list-item]
+        (answer,) = check(served, [Prompt(None, f"Please tell me what the code of {city} is.")], [names])  # type: ignore[list-item]
         return [
             None if decision.fact is None else served.bundles[name].metadata.facts[decision.fact.number].answer
             for name, decision in zip(names, answer.decisions, strict=True)
