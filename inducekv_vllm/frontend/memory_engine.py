@@ -142,10 +142,10 @@ class MemoryEngine:
                 leases = stack.enter_context(self._leases(names))
                 if [lease.memory for lease in leases] != list(request.memories):  # others took their places since
                     request = self._request(leases, prompt, request.user_params, owner)
+                memories = [(lease.metrics, lease.memory) for lease in leases]
+                observed = stack.enter_context(observing(memories, options.get("trace_headers"), self._tracing))
                 before_waiting = partial(self.invalidate_mm_cache, prompt)
                 request = request.asking(await self.facts.asked(request.memories, prompt, before_waiting))
-            memories = [(lease.metrics, lease.memory) for lease in leases]
-            observed = stack.enter_context(observing(memories, options.get("trace_headers"), self._tracing))
             options = {**options, "trace_headers": observed.trace_headers}
             outputs = self._plain_generate(
                 prompt, request.params, request_id, lora_request=leases[0].adapter, **options

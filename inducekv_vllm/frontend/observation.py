@@ -147,11 +147,14 @@ class Observation:
         self._span.decided(decided)
 
     def finished(self, output: RequestOutput) -> None:
+        # The engine's own times, from the request's arrival: pictures are read before the request begins here. A request
+        # that is not streamed has one output, with its last token.
+        stats = output.metrics if isinstance(output.metrics, RequestStateStats) else None
+        seconds = time.perf_counter() - self._began if stats is None else time.time() - stats.arrival_time
         for metrics in self._metrics:
-            metrics.answered(time.perf_counter() - self._began)
-            # The engine's own time: a request that is not streamed has one output, with its last token.
-            if isinstance(output.metrics, RequestStateStats):
-                metrics.first_token(output.metrics.first_token_latency)
+            metrics.answered(seconds)
+            if stats is not None:
+                metrics.first_token(stats.first_token_latency)
 
     def failed(self, error: Exception) -> None:
         if not isinstance(error, CLIENT_ERRORS):
