@@ -147,7 +147,7 @@ class Observation:
         self._span.decided(decided)
 
     def finished(self, output: RequestOutput) -> None:
-        # The engine's own times, from the request's arrival: pictures are read before the request begins here. A request
+        # The engine's own times, from the request's arrival: its pictures were read before it begins here. A request
         # that is not streamed has one output, with its last token.
         stats = output.metrics if isinstance(output.metrics, RequestStateStats) else None
         seconds = time.perf_counter() - self._began if stats is None else time.time() - stats.arrival_time
