@@ -38,7 +38,7 @@ def report(judge: Callable[[], VllmConfig | None]) -> int:
         _say(package, _version(package))
     _say("Python", f"{platform.python_version()}, {platform.platform()}, {os.cpu_count()} CPUs")
     names = sorted(name for name in os.environ if name.startswith(("VLLM_", "INDUCEKV_", "TRITON_", "CUDA_")))
-    _say("environment", ", ".join(names))  # without the values: some are keys
+    _say("environment", ", ".join(names) or "nothing of vLLM's is set")  # without the values: some are keys
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         check_vllm_version(installed_vllm())

@@ -12,6 +12,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from pydantic import ValidationError
+
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from inducekv_vllm.vllm_seams.config import (
     ADMIN_KEY_VARIABLE,
@@ -318,16 +320,23 @@ def check_flags(args: argparse.Namespace) -> VllmConfig:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.logger import suppress_logging
+    from vllm.platforms import current_platform
 
-    from inducekv_vllm.vllm_seams.requirements import check_engine
+    from inducekv_vllm.vllm_seams.requirements import check_engine, check_gpu_runner
 
     given = argparse.Namespace(**{**vars(args), "model": args.model_tag or args.model})
     try:
         with suppress_logging():
             config: VllmConfig = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    except ValidationError as error:
+        raise UsageError(
+            "; ".join(" ".join(each["msg"].removeprefix("Value error, ").split()) for each in error.errors())
+        ) from error
     except ValueError as error:
         raise UsageError(" ".join(str(error).split())) from error
     check_engine(config)
+    if not current_platform.is_cpu():
+        check_gpu_runner(config)
     return config
 
 

@@ -10,11 +10,14 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import UnsupportedModel
@@ -237,6 +240,24 @@ class TestRefusals:
         told = re.search(reason, str(refused.value))
         assert told is not None
         handed(str(model), "--enable-prefix-caching", "--max-num-batched-tokens", told[1])
+
+    def test_what_vllm_says_of_its_flags_is_one_line(self) -> None:
+        with pytest.raises(UsageError) as refused:
+            handed(str(CHECKPOINT), "--enable-sleep-mode")
+        assert str(refused.value) == "Sleep mode is not supported on current platform."
+
+    def test_on_a_gpu_a_runner_that_nobody_asked_for_is_refused_before_the_engine(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = SimpleNamespace(use_v2_model_runner=False)
+        monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", lambda args: made)
+        monkeypatch.setattr("inducekv_vllm.vllm_seams.requirements.check_engine", lambda config: None)
+        monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        handed(str(CHECKPOINT))
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
+        with pytest.raises(UnsupportedModel, match="V2 model runner, its default, does not support these flags"):
+            handed(str(CHECKPOINT))
 
     def test_a_path_is_no_id_of_the_hub(self) -> None:
         for model in ("./no/such/model", "~/model", "no/such/model", "/no/such/model"):
