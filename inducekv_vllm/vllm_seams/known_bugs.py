@@ -54,6 +54,9 @@ ROTATION: Final = Fault("0.32", None)
 ROUTER: Final = Fault("0.32", None)
 
 
+CPU_BLOCK: Final = 128  # tokens, unless the user says otherwise
+
+
 # ---- known from the flags --------------------------------------------------------------------------------------------
 
 
@@ -92,9 +95,11 @@ def _expected_states(config: VllmConfig) -> tuple[int, bool]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     expected = copy.copy(config)
-    expected.cache_config = copy.copy(config.cache_config)
+    expected.cache_config = cache = copy.copy(config.cache_config)
+    if not cache.user_specified_block_size:  # since 0.33, vLLM waits with its own choice until there are layers
+        cache.block_size = max(cache.block_size, CPU_BLOCK)
     current_platform._align_hybrid_block_size(expected, AttentionBackendEnum.CPU_ATTN.get_class())
-    cache, text = expected.cache_config, config.model_config.hf_text_config
+    text = config.model_config.hf_text_config
     has_chunks = any(getattr(text, name, None) for name in ("mamba_chunk_size", "chunk_size"))  # Mamba 2 alone
     return cache.mamba_block_size or cache.block_size, has_chunks
 

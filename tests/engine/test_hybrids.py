@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
-from packaging.version import Version
 from vllm.model_executor.layers import rotary_embedding
 
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation, first_active_position
@@ -64,11 +62,10 @@ class Family:
 
 # The operator for CPUs takes queries of LFM2's shape for those of one head.
 TORCH_ROPE = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-MAMBA_2_BLOCK = 128 if Version(vllm.__version__) < Version("0.33") else 96  # its states became smaller
 FAMILIES = {
     "lfm2": Family(save_lfm2, 128, (140, 0, 70, 20), TORCH_ROPE),
-    "granite-hybrid": Family(save_granite_hybrid, MAMBA_2_BLOCK, (140, 0, 70, 20)),
-    "nemotron-h": Family(save_nemotron_h, MAMBA_2_BLOCK, (140, 0, 70, 20)),
+    "granite-hybrid": Family(save_granite_hybrid, 128, (140, 0, 70, 20)),
+    "nemotron-h": Family(save_nemotron_h, 128, (140, 0, 70, 20)),
     "qwen3.5": Family(save_qwen3_5, 384, (210, 0, 60, 20)),
     "qwen3-next": Family(save_qwen3_next, 384, (210, 0, 60, 20)),
 }
