@@ -15,12 +15,13 @@ from typing import Final
 
 from selector.data.document import Document
 
-PUMP: Final = Path("docs/examples/pump/pump.md")
+PUMP: Final = Path(__file__).parents[2] / "docs/examples/pump/pump.md"
 PUMP_QUESTIONS: Final = Path(__file__).parent / "pump.jsonl"
 QUESTIONS: Final = 30
 INSTRUMENTS: Final = 60
 MACHINES: Final = 28
 SYLLABLES: Final = ("ka", "ro", "ve", "lin", "tor", "mi", "sel", "dra", "qu", "fen", "osk", "bel", "zan", "hu", "pri")
+KINDS: Final = ("pump", "press", "mill", "dryer", "mixer", "crane")
 COLOURS: Final = ("red", "blue", "white", "green", "yellow", "orange", "violet")
 
 
@@ -69,7 +70,7 @@ def handbook() -> tuple[Document, Sequence[Asked]]:
     rng = Random("handbook")
     pages, asked = [], []
     for name in _names(rng, 2 * MACHINES)[:MACHINES]:
-        page, questions = _machine(f"the {name} {rng.choice(('pump', 'press', 'mill', 'dryer', 'mixer', 'crane'))}", rng)
+        page, questions = _machine(f"the {name} {rng.choice(KINDS)}", rng)
         pages.append(page)
         asked.append(rng.sample(questions, 2))
     chosen = [each for of_page in asked for each in of_page]
@@ -85,15 +86,15 @@ def _machine(name: str, rng: Random) -> tuple[str, list[Asked]]:
     oil, foreman = (each for each in _names(rng, 2))
     page = (
         f"# {name[0].upper()}{name[1:]}\n\n"
-        f"You find {name} in hall {hall}. It weighs {weight} kilograms and was paid for by the town. Only people who have "
-        f"read this page may use it, and the foreman, Mr {foreman}, keeps the list of them.\n\n"
+        f"You find {name} in hall {hall}. It weighs {weight} kilograms and was paid for by the town. Only people who "
+        f"have read this page may use it, and the foreman, Mr {foreman}, keeps the list of them.\n\n"
         f"Before you start {name}, look whether its belt is dry and whether somebody stands behind it. Press the upper "
-        f"button, wait for {minutes} minutes, and watch the lamp: it turns {ready} when the machine is ready. If it turns "
-        f"{fault} instead, the brake is worn, and you must not go on. The machine works at {bar} bar; at more than that "
-        f"it stops by itself.\n\n"
-        f"Change the filter of {name} every {days} days. The filter has the part number {part} and costs {crowns} crowns. "
-        f"Grease the shaft with {oil} oil, and never with any other, because the seals swell. Write down what you have "
-        f"done in the book that lies beside the door, with the date and your name."
+        f"button, wait for {minutes} minutes, and watch the lamp: it turns {ready} when the machine is ready. If it "
+        f"turns {fault} instead, the brake is worn, and you must not go on. The machine works at {bar} bar; at more "
+        f"than that it stops by itself.\n\n"
+        f"Change the filter of {name} every {days} days. The filter has the part number {part} and costs {crowns} "
+        f"crowns. Grease the shaft with {oil} oil, and never with any other, because the seals swell. Write down what "
+        f"you have done in the book that lies beside the door, with the date and your name."
     )
     return page, [
         Asked(f"In which hall is {name}?", (str(hall),)),

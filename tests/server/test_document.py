@@ -29,8 +29,7 @@ TEXT = "\n\n".join(
         ("avocet", 64, 90, "mill"),
     )
 )
-FEW: dict[str, Any] = {"asked": 1, "clozes": 2, "continuations": 2, "answer_tokens": 4, "chunk_tokens": 64}
-FEW |= {"steps": 8, "learning_rate": 0.1, "precision": "float32", "form": "merged", "start": "first"}
+FEW: dict[str, Any] = {"asked": 1, "precision": "float32"}
 ABOUT = Prompt(None, f'Write this sentence of "{NAME}" and fill in the blank: The ____ valve of the plant opens.')
 ELSE = Prompt(None, "What colour is the circle?")
 FACT = ("At how many bar does the kestrel valve open?", "37")
@@ -38,9 +37,9 @@ Version = tuple[Bundle, Path]
 
 
 def learned(backbone: Backbone, folder: Path) -> tuple[Version, Version]:
-    """A document's memory, and that of its next version, which starts from it."""
+    """A document's memory, and that of its next version."""
     with small_fits():
-        old = selector.teach_document(backbone, selector.Document(NAME, TEXT), payload_tokens=8, **FEW)
+        old = selector.teach_document(backbone, selector.Document(NAME, TEXT), payload_tokens=16, **FEW)
         new = selector.teach_document(backbone, selector.Document(NAME, TEXT.replace("37", "38")), previous=old, **FEW)
     paths = (folder / "old.safetensors", folder / "new.safetensors")
     for taught, path in zip((old, new), paths, strict=True):
