@@ -31,6 +31,7 @@ LAYERS = {
         ("models",),
         ("files", "retrieval", "gate"),
         ("facts",),
+        ("judge",),
         ("bundle",),
         ("backbone", "vllm_seams"),
         ("teaching", "protocol"),
