@@ -9,16 +9,14 @@ answer.py     how a stored answer is said
 """
 
 from .answer import NO_FACTS, AskedFact, AskedFacts, FactFound, FactMissed, next_token, said
-from .index import CACHED_QUESTIONS, Found, QuestionIndex
+from .index import Found, QuestionIndex
 from .question import MOST_CHARACTERS, same_words
-from .rule import SAME, Comparison
+from .rule import Comparison
 from .text import has_words
 
 __all__ = [
-    "CACHED_QUESTIONS",
     "MOST_CHARACTERS",
     "NO_FACTS",
-    "SAME",
     "AskedFact",
     "AskedFacts",
     "Comparison",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+from benchmarks.research.facts.common_words import stems_of
 from inducekv_vllm.facts.language import COMMON_WORDS, languages
 from selector.gate.background import everyday_requests
 
@@ -16,7 +17,7 @@ def test_they_are_what_the_command_writes() -> None:
         if not requests:
             assert code not in stored
             continue
-        counts = Counter(stem for text in requests for stem in set(language.stems(text)))
+        counts = Counter(stem for text in requests for stem in stems_of(text, language))
         several = {stem: count for stem, count in counts.items() if count > 1 and stem.isalpha()}
         assert stored[code] == {"requests": len(requests), "stems": several}
         assert list(stored[code]["stems"]) == sorted(several)
