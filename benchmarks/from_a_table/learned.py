@@ -23,6 +23,7 @@ from selector.data.anchors import AnchorStore
 from selector.data.choice import hold_out
 from selector.data.examples import Example
 from selector.recipes import DEFAULT as RECIPE
+from selector.refined.settings import usual_precision
 from selector.runtime.files import replace_file
 from selector.update.measures import memory_bytes
 
@@ -73,14 +74,25 @@ def by_memory(settings: Mapping[str, Any], with_base: bool = False) -> Learn:
 
 
 def by_lora(rank: int, steps: int = 200) -> Learn:
-    """On all linear layers of the language model, in batches of 4: of three rates, the best by validation loss."""
+    """On all linear layers of the language model, in batches of 4: of three rates, the best by validation loss.
+
+    Matrix products are of the precision that memory is trained in.
+    """
 
     def learn(rows: Rows, out: Path) -> Artifact:
         backbone = Backbone.load(rows.model)
         training, validation = rows.split()
         adapted = attach(backbone, rank, seed=0)
         parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-        fit = Fit(Scorer(backbone), parameters, training, [], batch_size=4, seed=(0, 0), autocast=False)
+        fit = Fit(
+            Scorer(backbone),
+            parameters,
+            training,
+            [],
+            batch_size=4,
+            seed=(0, 0),
+            autocast=usual_precision() == "bfloat16",
+        )
         fit.run_best(RATES, steps, validation)
         return Artifact("adapter", ADAPTER, save(adapted, out / ADAPTER))
 
