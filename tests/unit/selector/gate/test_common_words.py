@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from benchmarks.research.facts.common_words import stems_of
 from inducekv_vllm.facts.language import COMMON_WORDS, languages
+from inducekv_vllm.facts.text import normalised
 from selector.gate.background import everyday_requests
 
 
@@ -17,7 +17,8 @@ def test_they_are_what_the_command_writes() -> None:
         if not requests:
             assert code not in stored
             continue
-        counts = Counter(stem for text in requests for stem in stems_of(text, language))
+        stems = [{language.stem(word.text) for word in language.words(normalised(text))} for text in requests]
+        counts = Counter(stem for each in stems for stem in each)
         several = {stem: count for stem, count in counts.items() if count > 1 and stem.isalpha()}
         assert stored[code] == {"requests": len(requests), "stems": several}
         assert list(stored[code]["stems"]) == sorted(several)
