@@ -31,7 +31,6 @@ ENVIRONMENT = {
     "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",  # a picture that cannot be fetched is refused without a pause
     "VLLM_SERVER_DEV_MODE": "1",  # to ask the workers what is in use
 }
-SPANS = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
 FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
 RANK, SCALE = 4, 2.0
@@ -84,20 +83,20 @@ def make_tiny_world(folder: Path) -> World:
 
 
 @contextmanager
-def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
+def serving_bundles(world: World, log: Path) -> Iterator[str]:
     """Base URL of a server of the model "base" with the bundles "first" and "second"; others are left to load.
 
-    It sends its spans to `collector`, and holds loads where a test wants it: see `HoldingWorker`.
+    It holds loads where a test wants it: see `HoldingWorker`.
     """
     memory = [f"--memory={name}={world.paths[name]}" for name in ("first", "second")]
     root = ["--memory-page", "--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
     (log.parent / FOUND).mkdir()
     root += ["--memory-resolver", str(log.parent / FOUND)]
-    kept = [f"--memory-state={log.parent / STATE}", "--memory-audit-answers", "--otlp-traces-endpoint", collector]
+    kept = [f"--memory-state={log.parent / STATE}", "--memory-audit-answers"]
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     arguments += ["--worker-cls", "tests.server.ranks.HoldingWorker"]
     # An idle worker process waits in a loop that takes a core; here there is none.
-    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER, **SPANS}) as url:
+    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER}) as url:
         yield url
 
 

@@ -124,28 +124,6 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     assert anchors_in(tmp_path / "anchors") == [11]
 
 
-def test_a_settings_file_stands_behind_the_command_line(stream: Stream, tmp_path: Path) -> None:
-    settings = tmp_path / "settings.toml"
-    settings.write_text("beta = 0.25\ngamma = 0.3\nseed = 3\nallow_worse = true\n")
-    bundle = replace(stream, options=PAPER).update("colours", "--config", str(settings), "--seed", "4")
-    expected = {"beta": 0.25, "gamma": 0.3, "seed": 4}
-    assert expected.items() <= bundle.metadata.settings.items()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("colour = 3", "unknown setting 'colour'"),
-        ("beta = [1]", "beta must be a number or a string"),
-        ("allow_worse = 3", "allow_worse must be true or false"),
-        ("beta = ", "not TOML"),
-    ],
-)
-def test_a_wrong_settings_file_is_refused(stream: Stream, tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "settings.toml").write_text(text)
-    assert message in stream.refuse("colours", "--config", str(tmp_path / "settings.toml"))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
