@@ -152,15 +152,13 @@ async def check_server(client: EngineClient) -> PoolSize:
 
 
 def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> None:
-    """Make vLLM's LoRA routes refuse the names of bundles and the adapters that bundles need."""
+    """Make vLLM's LoRA routes refuse the names of bundles."""
 
     def refusal(lora_name: str) -> str | None:
         if PIN.fullmatch(lora_name):
             return f"{lora_name!r} cannot name an adapter: names that end so are pinned to a version of a bundle"
         if lora_name in registry:
             return f"{lora_name!r} is a memory bundle; use /v1/load_memory_bundle and /v1/unload_memory_bundle"
-        if users := registry.state.users_of_adapter(lora_name):
-            return f"the memory bundles {', '.join(users)} need the adapter {lora_name!r} as it is; unload them first"
         return None
 
     def guarded(change: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,7 +63,6 @@ class Lease(AdaptedMemory):
     """One version of a memory, kept resident for one request."""
 
     metrics: BundleMetrics  # of its name
-    adapter: LoRARequest | None = None  # of the memory
 
 
 class MemorySource(Protocol):
@@ -144,9 +143,7 @@ class MemoryEngine:
                 observed = stack.enter_context(observing([lease.metrics for lease in leases]))
                 before_waiting = partial(self.invalidate_mm_cache, prompt)
                 request = request.asking(await self.facts.asked(request.memories, prompt, before_waiting))
-            outputs = self._plain_generate(
-                prompt, request.params, request_id, lora_request=leases[0].adapter, **options
-            )
+            outputs = self._plain_generate(prompt, request.params, request_id, lora_request=None, **options)
             decided = Decided.without_worker(request.specs)
             packed: str | None = None
             is_noted = False

@@ -15,9 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.server_process import serving
-from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
-from tests.bundles import remade
 from tests.engine.parity import EAGER, FEWER_PROCESSES, World, make_world
 from tests.tiny_models import save_tiny_llava
 
@@ -43,7 +41,6 @@ class Adapted:
     folder: Path  # has model/, adapter/ and merged/, and what the server has there
     plain: World  # the model as it is
     merged: World  # the model with the adapter merged into its weights
-    bundle: Bundle  # of the merged model, and naming the adapter
 
 
 def save_adapter(model: Path, adapter: Path, merged: Path, seed: int = 0, **settings: Any) -> None:
@@ -102,7 +99,7 @@ def serving_bundles(world: World, log: Path) -> Iterator[str]:
 
 @contextmanager
 def serving_adapter(folder: Path) -> Iterator[Adapted]:
-    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded.
+    """A server of the model "base" with the adapter "style" and the bundle "m"; others can be loaded.
 
     Requests to any bundle have the plain model's "first" beside it, as "manual", unless they name their memories.
     """
@@ -112,17 +109,15 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
         (folder / name).mkdir()
     plain = make_world(model, folder / "plain", with_merged=True)
     merged = make_world(folder / "merged", folder / "with")
-    bundle = remade(merged.bundles["first"], adapter="style")
-    write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
-    memory = [f"--memory=m={folder / 'style.safetensors'}", f"--memory=manual={plain.paths['first']}"]
+    memory = [f"--memory=m={plain.paths['first']}", f"--memory=manual={plain.paths['first']}"]
     memory += ["--memory-shared", "manual", "--memory-root", str(folder.parent), "--memory-audit-answers"]
     memory += [f"--memory-state={folder / STATE}", "--memory-resolver", str(folder / FOUND)]
     memory += ["--additional-config", '{"inducekv": {"max_memories": 2}}']  # any second memory may be named
     arguments = [str(model), *memory, *FLAGS, *FEW_BLOCKS, *lora, "--served-model-name", "base"]
     environment = {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
-        yield Adapted(url, folder, plain, merged, bundle)
+        yield Adapted(url, folder, plain, merged)
 
 
 def process_of(log: Path, part: str) -> int:
