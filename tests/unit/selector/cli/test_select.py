@@ -18,7 +18,7 @@ from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
 from tests.task_data import record, write_task
 from tests.unit.selector.imitated import Request, imitated_server
-from tests.unit.selector.stream import PAPER, SELECT, Stream, full_disk, kill_when, stop
+from tests.unit.selector.stream import PAPER, Stream, full_disk, stop
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +87,6 @@ def test_the_first_task_searches_gamma_and_later_tasks_keep_it(stream: Stream, t
     assert report["storage"]["anchors"] == 8
     assert report["storage"]["anchor_bytes"] == store.bytes()
     assert stream.output("colours").read_bytes() == before
-
-
-@pytest.mark.slow  # test_select_refined.py kills the default recipe
-def test_killed_at_any_moment_it_ends_with_the_same_digest(
-    stream: Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = stream.update("colours", "--iterations", "12", "--anchors", str(tmp_path / "other anchors")).digest
-    stream.output("colours").unlink()
-    options = ("--iterations", "12", "--anchors", str(tmp_path / "anchors"))
-    progress = stream.progress("colours")
-    kill_when(lambda: list(progress.glob("beta-*.safetensors")), SELECT, *stream.arguments("colours", *options))
-    assert not stream.output("colours").exists()
-    assert stream.update("colours", *options).digest == expected
-    assert "resuming an earlier run" in capsys.readouterr().err
-    assert len(stream.report("colours")["history"]) == 12
-    assert not progress.exists()
-    assert len(anchors_in(tmp_path / "anchors")) == 1
 
 
 def test_stopped_while_it_writes_it_ends_with_the_same_digest(
