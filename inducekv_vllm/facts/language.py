@@ -51,6 +51,8 @@ class Language:
         self._politely = self._phrases(described["politely"])
         self._function = self._listed(described["function"])
         self.ignored, self.moving = self._listed(described["ignored"]), self._listed(described["moving"])
+        phrases = described.get("naming", "").split(",")
+        self.naming = frozenset(tuple(word.text for word in words_of(self.plain(normalised(each)))) for each in phrases)
         self.particles, self.negating = self._listed(described["particles"]), self._listed(described["negating"])
         self.telling = self._listed(described["telling"]) | self.particles | self.negating
         self.asking, self.supporting = (self._listed(described.get(each, "")) for each in ("asking", "supporting"))

@@ -10,6 +10,7 @@ from .language import Language
 from .text import Word, is_number, normalised, words_of
 
 NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
+FEWEST: Final = 2  # words of "what is" and a name: a word alone may ask anything
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _QUOTED: Final = re.compile(r"[\"“”„«»‘`]([^\"“”„«»’`\n]{1,100})[\"“”„«»’`]")
 _BETWEEN: Final = frozenset("/\\|*~^<>=@")  # symbols that only stand between words
@@ -52,7 +53,7 @@ def key_of(text: str, language: Language) -> Key:
     """What makes two wordings one question in a language.
 
     They may differ in case, punctuation, accents, articles, politeness, contractions, spelling variants and plurals,
-    and in the places of auxiliary verbs.
+    in the places of auxiliary verbs, and in the "what is" that asks for something that they name.
     """
     return _key(words_of(language.plain(normalised(_shortened(text)))), language)
 
@@ -65,7 +66,10 @@ def _key(words: list[Word], language: Language) -> Key:
         if word.text not in language.ignored or (word.text == "a" and at and (word.is_capital or at == last))  # plan A
     ]
     moving = sorted(word for word in kept if word in language.moving)
-    return (*(word for word in kept if word not in language.moving), "", *moving)
+    others = [word for word in kept if word not in language.moving]
+    if len(others) > FEWEST and moving and (others[0], *moving) in language.naming:
+        others, moving = others[1:], []
+    return (*others, "", *moving)
 
 
 def needs_context(question: Question, text: str, language: Language) -> bool:
