@@ -39,6 +39,11 @@ class Decided(NamedTuple):
     margin: float  # the largest of a task's; open from 0 on
 
 
+def served_decisions(url: str, name: str, examples: Sequence[Example]) -> list[Decided]:
+    """What the gate decides on each question. Raises ConfigError: as `served_answers` and `decisions_in`."""
+    return decisions_in(served_answers(url, name, examples, 1, trace=True), url)
+
+
 def decisions_in(answers: Sequence[Answer], url: str) -> list[Decided]:
     """What the gate has decided on the questions of traced answers. Raises ConfigError: a trace does not say it."""
     try:

@@ -17,7 +17,7 @@ from inducekv_vllm.errors import BundleError
 from inducekv_vllm.facts import FactFound
 
 from ..client import Server
-from .asking import Decided, decisions_in, facts_in, served_answers, served_name
+from .asking import Decided, decisions_in, facts_in, served_answers, served_decisions, served_name
 from .columns import ColumnOptions, columns_of
 from .common import SUCCESS, add_bundle, print_table
 from .flags import add_flags
@@ -83,7 +83,7 @@ def _show_gate(options: argparse.Namespace, bundle: Bundle) -> None:
     examples = [question.example for question in asked]
     if options.url:
         name = served_name(options.url, options.path.stem, bundle.digest)
-        decisions = decisions_in(served_answers(options.url, name, examples, 1, trace=True), options.url)
+        decisions = served_decisions(options.url, name, examples)
     else:
         from ..backbone.token_values import evidence_of
 
