@@ -71,9 +71,9 @@ setup-real: setup
 demo: setup
 	$(BIN)/python -m benchmarks.demo.run_demo $(DEMO_ARGS)
 
-# Teaches SmolLM2 a memory first, once: minutes on one core.
+# Teaches a model of benchmarks/real/model.py a memory first, once: for SmolLM2 minutes on one core.
 demo-real: setup-real
-	$(BIN)/python -m benchmarks.demo.run_demo --model smollm2 $(DEMO_ARGS)
+	$(BIN)/python -m benchmarks.demo.run_demo --real $(or $(MODEL),smollm2) $(DEMO_ARGS)
 
 serve: setup
 	$(BIN)/inducekv-serve $(MODEL) $(SERVE_ARGS)
