@@ -133,7 +133,7 @@ Outcome = Untouched | InjectionSpec | TaskAdapter | Failed
 
 @dataclass(frozen=True)
 class Decision:
-    """What a memory answers a request with, and why. Metrics, spans, traces and the audit chain read it."""
+    """What a memory answers a request with, and why. Metrics, traces and the audit chain read it."""
 
     outcome: Outcome
     source: Source = "computed"

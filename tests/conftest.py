@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tests.engine.parity import World
     from tests.engine.served import Served
     from tests.scheduling import GroupScheduling
-    from tests.server.collector import Collector
     from tests.server.launch import Adapted
 
 pytest_plugins = ["tests.verified"]
@@ -111,22 +110,11 @@ async def served(served_world: Served) -> AsyncIterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
-    """Where the server of the tests sends its spans."""
-    from tests.server.collector import collecting
-
-    with collecting() as collector:
-        yield collector
-
-
-@pytest.fixture(scope="session")
-def server(
-    admin_key: None, world: World, collector: Collector, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def server(admin_key: None, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Base URL of a server of that model, with few KV blocks: see `serving_bundles`."""
     from tests.server.launch import serving_bundles
 
-    with serving_bundles(world, tmp_path_factory.mktemp("server") / "server.log", collector.url) as url:
+    with serving_bundles(world, tmp_path_factory.mktemp("server") / "server.log") as url:
         yield url
 
 
