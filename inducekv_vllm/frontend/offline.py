@@ -39,8 +39,8 @@ from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import Candidates, StoredQuestions
 from ..bundle import Bundle, FactRecord, PictureRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
-from ..facts import AskedFacts, Pair
-from ..facts.judge import JudgePrompt, can_be_asked
+from ..facts import AskedFacts
+from ..judge import JudgePrompt, Pair, can_be_asked
 from ..protocol import Decided, Decision
 from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig

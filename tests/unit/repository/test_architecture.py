@@ -30,6 +30,7 @@ LAYERS = {
         ("models",),
         ("files", "retrieval", "gate"),
         ("facts",),
+        ("judge",),
         ("bundle",),
         ("backbone", "vllm_seams"),
         ("teaching", "protocol"),
