@@ -12,8 +12,8 @@ from typing import Final
 
 from cachetools import LRUCache
 
-from ..facts import Pair
-from ..facts.judge import ENOUGH, Ability, ability, is_hopeless, known_pairs, prices
+from ..judge import Pair
+from ..judge.ability import ENOUGH, Ability, ability, is_hopeless, known_pairs, prices
 
 KEPT_PAIRS: Final = 1 << 16
 NOT_MEASURED: Final = "it is measured now whether the model can judge other wordings"

@@ -10,9 +10,9 @@ Shapes: V vocabulary, T tokens of an answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
@@ -25,12 +25,6 @@ class AskedFact:
     closeness: float  # of its question to the request, up to 1
     odds: float | None = None  # the judge's log-odds that the questions are one; None: their words are
 
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> AskedFact:
-        """From JSON, as `dataclasses.asdict` gives it."""
-        odds = raw["odds"]
-        return cls(int(raw["number"]), float(raw["closeness"]), None if odds is None else float(odds))
-
 
 @dataclass(frozen=True)
 class FactFound:
@@ -41,12 +35,6 @@ class FactFound:
     token_ids: tuple[int, ...] = ()  # [T], of its answer as it has to be generated, with the token that ends a turn
     withheld: str | None = None  # why the request cannot be answered by it
     odds: float | None = None  # as that of `AskedFact`
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> FactFound:
-        """From JSON, as `dataclasses.asdict` gives it."""
-        ids = tuple(map(int, raw["token_ids"]))
-        return cls(int(raw["number"]), float(raw["closeness"]), ids, raw["withheld"], raw["odds"])
 
 
 @dataclass(frozen=True)
@@ -59,11 +47,6 @@ class FactMissed:
     added: tuple[str, ...]  # words of the request that the stored question does not say
     odds: float | None = None  # as that of `AskedFact`
 
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> FactMissed:
-        """From JSON, as `dataclasses.asdict` gives it."""
-        return cls(int(raw["number"]), str(raw["why"]), tuple(raw["missing"]), tuple(raw["added"]), raw["odds"])
-
 
 @dataclass(frozen=True)
 class AskedFacts:
@@ -71,12 +54,6 @@ class AskedFacts:
 
     facts: tuple[AskedFact, ...] = ()  # the surest first
     missed: FactMissed | None = None  # the nearest, if none is asked for
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> AskedFacts:
-        """From JSON, as `dataclasses.asdict` gives it."""
-        missed = raw["missed"]
-        return cls(tuple(map(AskedFact.parse, raw["facts"])), None if missed is None else FactMissed.parse(missed))
 
 
 NO_FACTS: Final = AskedFacts()

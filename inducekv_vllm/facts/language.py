@@ -78,9 +78,6 @@ class Language:
             plain = plain.replace(each, " ")
         return words_of(plain)
 
-    def stems(self, text: str) -> list[str]:
-        return [self.stem(word.text) for word in self.words(normalised(text))]
-
     def said(self, listed: frozenset[str], plain: str) -> frozenset[str]:
         """Those of the listed words that a text has."""
         if not self.is_spaced:

@@ -13,7 +13,7 @@ NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
 FEWEST: Final = 2  # words of "what is" and a name: a word alone may ask anything
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _QUOTED: Final = re.compile(r"[\"“”„«»‘`]([^\"“”„«»’`\n]{1,100})[\"“”„«»’`]")
-_BETWEEN: Final = frozenset("/\\|*~^<>=@")  # symbols that only stand between words
+_BETWEEN: Final = frozenset("/\\|*~^<>=@([{")  # symbols that only stand between words
 Key = tuple[str, ...]
 
 
@@ -126,8 +126,9 @@ def _terms(words: list[Word], language: Language) -> dict[str, Term]:
         stem = language.stem(word.text)
         is_function, is_common = language.is_function_word(word.text), language.is_common(stem)
         is_name = word.is_capital and has_case and not (language.capitalises_nouns and is_common)
-        if is_function:  # New York, but not the Could of a new sentence
-            is_name = is_name and at + 1 < len(words) and words[at + 1].is_capital and len(words[at + 1].text) > 1
+        if is_function:  # an Each Other of a title, but not what a sentence begins with
+            follows = at + 1 < len(words) and words[at + 1].is_capital and len(words[at + 1].text) > 1
+            is_name = is_name and at > 0 and follows and word.text not in language.ignored
         elif at == 0:
             is_name = is_name and not is_common
         if (is_function and not is_name) or word.text in _BETWEEN:

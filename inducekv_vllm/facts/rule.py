@@ -58,8 +58,8 @@ def compare(stored: Question, asked: Question, language: Language) -> Comparison
         or ("one of them is negated" if _is_turned(stored, asked, missing, added) else None)
         or ("it asks for the other side" if {stored.asks_for, asked.asks_for} == {"subject", "object"} else None)
         or _first("it asks the opposite: {!r}", _opposite(missing, added, language))
-        or _first("it does not name {!r}", _unnamed(missing, added))
-        or _first("it names {!r}", _other_names(missing, added))
+        or _first("it does not name {!r}", _names(missing))
+        or _first("it names {!r}", _names(added))
         or _first(
             "the same words, but {!r} makes another question of one of them",
             _telling(stored, asked, missing, added, language),
@@ -130,12 +130,8 @@ def _opposite(missing: list[Term], added: list[Term], language: Language) -> Ite
         yield from (term.word for term in other for start in language.opposite if start + term.word in longer)
 
 
-def _unnamed(missing: list[Term], added: list[Term]) -> list[str]:
-    return [term.word for term in missing if term.is_name]
-
-
-def _other_names(missing: list[Term], added: list[Term]) -> list[str]:
-    return [term.word for term in added if term.is_name]
+def _names(terms: list[Term]) -> list[str]:
+    return [term.word for term in terms if term.is_name]
 
 
 def _is_turned(stored: Question, asked: Question, missing: list[Term], added: list[Term]) -> bool:

@@ -17,12 +17,12 @@ from inducekv_vllm.backbone import meaning
 from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.backbone.pair_classifier import PairClassifier
 from inducekv_vllm.bundle import read_bundle, write_bundle
-from inducekv_vllm.facts import Pair
-from inducekv_vllm.facts.judge import known_pairs
 from inducekv_vllm.frontend import asking
 from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.served_bundle import ServedBundle
+from inducekv_vllm.judge import Pair
+from inducekv_vllm.judge.ability import known_pairs
 from inducekv_vllm.teaching import fact_of, taught
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from selector.backbone.judging import BackboneJudge

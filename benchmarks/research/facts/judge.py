@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from inducekv_vllm.facts import Pair
-from inducekv_vllm.facts.judge import Ability, known_pairs
+from inducekv_vllm.judge import Pair
+from inducekv_vllm.judge.ability import Ability, known_pairs
 from selector.backbone.judging import BackboneJudge
 from selector.backbone.model import Backbone
 from selector.runtime.progress import track

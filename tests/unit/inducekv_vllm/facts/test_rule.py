@@ -32,7 +32,7 @@ def compared(stored: str, asked: str) -> Comparison:
         ("What is the code of Lima?", "Code of Lima?"),
         ("What are the opening hours?", "opening hours please"),
         ("Wie lautet der Code von Lima?", "Was ist der Code von Lima"),
-        ("Quel est le code de Lima ?", "le code de Lima"),
+        ("Quel est le code du port de la ville ?", "le code du port de la ville"),
         ("What is the code of São Tomé?", "what is the code of sao tome"),
         ("Who organised the party?", "Who organized the party"),
         ("When are the policies renewed?", "When is the policy renewed?"),

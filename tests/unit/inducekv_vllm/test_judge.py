@@ -8,18 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from inducekv_vllm.backbone.judged import NO_ROOM, NOT_ABLE, NOT_MEASURED, Judged
-from inducekv_vllm.facts import Pair
-from inducekv_vllm.facts.judge import (
-    MOST_JUDGED,
-    JudgePrompt,
-    ability,
-    can_be_asked,
-    is_hopeless,
-    known_pairs,
-    log_odds,
-    one_line,
-    prices,
-)
+from inducekv_vllm.judge import JudgePrompt, Pair, can_be_asked, log_odds, one_line
+from inducekv_vllm.judge.ability import ability, is_hopeless, known_pairs, prices
+from inducekv_vllm.judge.prompt import MOST_JUDGED
 from tests.tiny_families import FAMILIES
 
 ASKED = "Who is the CEO?"
