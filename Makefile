@@ -71,9 +71,9 @@ setup-real: setup
 demo: setup
 	$(BIN)/python -m benchmarks.demo.run_demo $(DEMO_ARGS)
 
-# Teaches SmolLM2 a memory first, once: minutes on one core.
+# Teaches a model of benchmarks/real/model.py a memory first, once: for SmolLM2 minutes on one core.
 demo-real: setup-real
-	$(BIN)/python -m benchmarks.demo.run_demo --model smollm2 $(DEMO_ARGS)
+	$(BIN)/python -m benchmarks.demo.run_demo --real $(or $(MODEL),smollm2) $(DEMO_ARGS)
 
 serve: setup
 	$(BIN)/inducekv-serve $(MODEL) $(SERVE_ARGS)
@@ -93,12 +93,10 @@ test-fast: export OMP_NUM_THREADS := 1
 test-fast: setup-dev
 	$(BIN)/python -m pytest -p tests.without_vllm -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit $(PYTEST_ARGS)
 
-# The tests of benchmarks/research: `make test` leaves them out until a file of research changes again. No PYTEST_ARGS:
-# what is written down is that all have passed.
+# The tests of benchmarks/research, which `make test` leaves out.
 test-research: export OMP_NUM_THREADS := 1
 test-research: setup-dev
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/research
-	$(BIN)/python -m tests.verified
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/research $(PYTEST_ARGS)
 
 # All that `make test` skips: complete benchmarks and long runs, killed servers, every kernel and family; and research.
 # Then the next vLLM.

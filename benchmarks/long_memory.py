@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from benchmarks.real.model import NAME, model_folder
+from benchmarks.real.model import SMOLLM2, model_folder
 from benchmarks.record import keep, parser_of
 from inducekv_vllm.attention.pool import ENTRY_TOKENS
 from inducekv_vllm.bundle import write_bundle
@@ -45,7 +45,7 @@ KV_CACHE_BYTES: Final = 2 * 2**30
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", help=f"model folder (default: {NAME})")
+    parser.add_argument("--model", help=f"model folder (default: {SMOLLM2})")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of the memory: multiples of 128")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS, help="at once")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each, alternating (default %(default)s)")

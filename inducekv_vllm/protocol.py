@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from vllm.lora.request import LoRARequest
 
 from .facts import NO_FACTS, AskedFacts, FactFound, FactMissed
@@ -29,10 +30,13 @@ JUDGE = "inducekv_judge"  # in extra_args: the request asks the model to judge a
 DECISIONS = "inducekv_decisions"  # an attribute of ModelRunnerOutput: {request id: Decided}
 STARTS = "inducekv_starts"  # an attribute of SchedulerOutput: {request id: Start}
 MEDIA = "inducekv_media"  # an attribute of SchedulerOutput: {request id: vLLM's features of its prompt}
+# Of what is read: nothing else has these fields.
+_EXACTLY = with_config(ConfigDict(extra="forbid"))
 Source = Literal["computed", "cached", "none"]
 BlockKey = tuple[str, str, int]  # ours, a memory's content, the first position that it acts on
 
 
+@_EXACTLY
 @dataclass(frozen=True)
 class InjectionSpec:
     """The worker injects k entries of a bundle."""
@@ -54,15 +58,8 @@ class InjectionSpec:
         parts = [self.bundle, list(self.entries), [w.hex() for w in self.weights], self.expired]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def to_extra_args(self) -> dict[str, Any]:
-        return {**asdict(self), "entries": list(self.entries), "weights": list(self.weights)}
 
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> InjectionSpec:
-        entries, weights = tuple(map(int, raw["entries"])), tuple(map(float, raw["weights"]))
-        return cls(str(raw["bundle"]), entries, weights, int(raw["first_active"]), int(raw["expired"]))
-
-
+@_EXACTLY
 @dataclass(frozen=True)
 class TaskAdapter:
     """A LoRA adapter that vLLM can run a request with."""
@@ -80,6 +77,7 @@ class TaskAdapter:
         return LoRARequest(self.name, self.number, self.path)
 
 
+@_EXACTLY
 @dataclass(frozen=True)
 class DecideSpec:
     """The worker asks a bundle's gate and index when it knows what the prompt tells them."""
@@ -91,23 +89,14 @@ class DecideSpec:
     adapters: tuple[tuple[str, TaskAdapter], ...] = ()  # of the tasks that have one instead of entries
     asked: AskedFacts = NO_FACTS  # what the prompt's text asks for
 
-    def to_extra_args(self) -> dict[str, Any]:
-        return {**asdict(self), "adapters": [[task, asdict(adapter)] for task, adapter in self.adapters]}
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> DecideSpec:
-        adapters = tuple((str(task), TaskAdapter(**adapter)) for task, adapter in raw["adapters"])
-        top_k = None if raw["top_k"] is None else int(raw["top_k"])
-        asked = AskedFacts.parse(raw["asked"])
-        return cls(str(raw["bundle"]), bool(raw["retrieval"]), top_k, str(raw["owner"]), adapters, asked)
-
 
 Specs = tuple[DecideSpec, ...] | tuple[InjectionSpec, ...]  # in the order of the request's memories
+_SPECS: TypeAdapter[Specs] = TypeAdapter(Specs)
 
 
 def extra_args_of(specs: Specs) -> dict[str, Any]:
     """What a request carries; nothing for one without memory."""
-    return {EXTRA_ARGS_KEY: [spec.to_extra_args() for spec in specs]} if specs else {}
+    return {EXTRA_ARGS_KEY: [asdict(spec) for spec in specs]} if specs else {}
 
 
 def parse_specs(extra_args: Mapping[str, Any] | None) -> Specs:
@@ -117,13 +106,13 @@ def parse_specs(extra_args: Mapping[str, Any] | None) -> Specs:
         ValueError: the value is no list of specs of one kind.
     """
     raw = (extra_args or {}).get(EXTRA_ARGS_KEY, [])
-    for kind in (DecideSpec, InjectionSpec):
-        fields = set(kind.__dataclass_fields__)
-        if isinstance(raw, list) and all(isinstance(each, Mapping) and each.keys() == fields for each in raw):
-            return tuple(kind.parse(each) for each in raw)  # type: ignore[return-value]
-    raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is no list of specs of one kind: {raw!r}")
+    try:
+        return _SPECS.validate_python(raw)
+    except ValidationError as error:
+        raise ValueError(f"extra_args[{EXTRA_ARGS_KEY!r}] is no list of specs of one kind: {raw!r}") from error
 
 
+@_EXACTLY
 @dataclass(frozen=True)
 class Untouched:
     """The model goes on as it is. A stored answer may still be said."""
@@ -131,6 +120,7 @@ class Untouched:
     closed: Closed | None = None  # why the gate is closed; None: it is open or absent, and there is nothing to inject
 
 
+@_EXACTLY
 @dataclass(frozen=True)
 class Failed:
     """Nothing could be decided: the request ends with this error."""
@@ -143,7 +133,7 @@ Outcome = Untouched | InjectionSpec | TaskAdapter | Failed
 
 @dataclass(frozen=True)
 class Decision:
-    """What a memory answers a request with, and why. Metrics, spans, traces and the audit chain read it."""
+    """What a memory answers a request with, and why. Metrics, traces and the audit chain read it."""
 
     outcome: Outcome
     source: Source = "computed"
@@ -207,29 +197,8 @@ class Decision:
             return 0
         return None if self.answer is None else prompt_tokens - 1
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "outcome": {"kind": type(self.outcome).__name__, **asdict(self.outcome)}}
 
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> Decision:
-        margins, fact, missed = raw["margins"], raw["fact"], raw["missed"]
-        return cls(
-            **{
-                **raw,
-                "outcome": _parse_outcome(raw["outcome"]),
-                "margins": None if margins is None else tuple(margins),
-                "fact": None if fact is None else FactFound.parse(fact),
-                "missed": None if missed is None else FactMissed.parse(missed),
-            }
-        )
-
-
-def _parse_outcome(raw: Mapping[str, Any]) -> Outcome:
-    fields = {name: value for name, value in raw.items() if name != "kind"}
-    if raw["kind"] == InjectionSpec.__name__:
-        return InjectionSpec.parse(fields)
-    kinds: dict[str, type[Outcome]] = {each.__name__: each for each in (Untouched, TaskAdapter, Failed)}
-    return kinds[raw["kind"]](**fields)
+_DECISIONS: TypeAdapter[tuple[Decision, ...]] = TypeAdapter(tuple[Decision, ...])
 
 
 @dataclass(frozen=True)
@@ -291,11 +260,11 @@ class Decided:
 
     def pack(self) -> str:
         """As one string, which costs an output little: it is packed once, and copied."""
-        return json.dumps([each.to_json() for each in self.each])
+        return json.dumps([asdict(each) for each in self.each])
 
     @classmethod
     def unpack(cls, packed: str) -> Decided:
-        return cls(tuple(Decision.parse(raw) for raw in json.loads(packed)))
+        return cls(_DECISIONS.validate_json(packed))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inducekv_vllm.errors import BundleError, InduceKVError
 from inducekv_vllm.files.regular import open_regular
 from inducekv_vllm.frontend.owner import OWNER
-from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE, InduceKVConfig
+from inducekv_vllm.vllm_seams.config import ADMIN_HEADER, ADMIN_KEY_VARIABLE
 
 KEY_DIGITS: Final = 16  # of the digest of a key, in the audit chain
 
@@ -34,20 +34,11 @@ class ChangeRefused(InduceKVError):
 
 
 class Access:
-    """The folders that bundles may be loaded from while the server runs, its key, and the largest body."""
+    """The folders that bundles may be loaded from while the server runs, and its key."""
 
-    def __init__(
-        self, roots: Sequence[str] = (), admin_key: str | None = None, max_body_bytes: int | None = None
-    ) -> None:
-        """`max_body_bytes`: of a request to any route; None for what `bodies.py` says."""
-        self.max_body_bytes = max_body_bytes
+    def __init__(self, roots: Sequence[str] = (), admin_key: str | None = None) -> None:
         self._roots = tuple(os.path.realpath(root) for root in roots)
         self._admin = None if not admin_key else key_digest(admin_key)
-
-    @classmethod
-    def from_environment(cls, config: InduceKVConfig, environment: Mapping[str, str]) -> Access:
-        """As the server's settings say, with the key of its environment."""
-        return cls(config.roots, environment.get(ADMIN_KEY_VARIABLE), config.max_body_bytes)
 
     @property
     def key_name(self) -> str | None:

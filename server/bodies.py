@@ -1,78 +1,24 @@
-"""The bodies of requests: how large they may be, and how a large one is read beside other requests."""
+"""The bodies of requests to our routes: how large they may be, and how a large one is read beside other requests."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, Final
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.exceptions import HTTPException
 
 from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 
-from .requests import OUR_ROUTES, access_of, admin, error_answer
+from .requests import admin
 
-DEFAULT_BYTES: Final = 64 * 2**20  # of our routes, where the server was not told
+MOST_BYTES: Final = 64 * 2**20
 INLINE_BYTES: Final = 2**16  # a shorter body is parsed at once
-
-
-class BodyTooLarge(Exception):
-    """More bytes have come than this server takes. Only `BodyMiddleware` sees it."""
-
-
-class BodyMiddleware:
-    """Answers a body that is too large with 413, before it is read, or as soon as more has come than was declared."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        most = _most_bytes(scope) if scope["type"] == "http" else None
-        if most is None:
-            await self._app(scope, receive, send)
-            return
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared) > most:
-            await _too_large(most, declared)(scope, receive, send)
-            return
-        read, has_begun = 0, False
-
-        async def limited() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > most:
-                raise BodyTooLarge
-            return message
-
-        async def noted(message: Message) -> None:
-            nonlocal has_begun
-            if has_begun or read <= most:  # otherwise it is what FastAPI makes of the error
-                has_begun = True
-                await send(message)
-
-        with contextlib.suppress(BodyTooLarge):
-            await self._app(scope, limited, noted)
-        if read > most and not has_begun:
-            await _too_large(most, "more")(scope, receive, send)
-
-
-def _too_large(most: int, found: str) -> JSONResponse:
-    reason = f"the body of a request may have {most} bytes here (max_body_bytes), found {found}"
-    return error_answer(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-
-
-def _most_bytes(scope: Scope) -> int | None:
-    given = access_of(Request(scope)).max_body_bytes
-    is_ours = scope["path"].removeprefix(scope.get("root_path", "")).startswith(OUR_ROUTES)
-    return DEFAULT_BYTES if given is None and is_ours else given
 
 
 class MemoryRoute(APIRoute):
@@ -92,13 +38,29 @@ class MemoryRoute(APIRoute):
 
 
 class ReadApart(Request):
-    """A request whose body is parsed in a thread, if it is large."""
+    """A request whose body may not be too large, and is parsed in a thread, if it is large."""
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """As of any request. Raises HTTPException 413: it says that it has too many bytes, or more have come."""
+        declared, read = self.headers.get("content-length", ""), 0
+        if declared.isdecimal() and int(declared) > MOST_BYTES:
+            raise _too_large(declared)
+        async for part in super().stream():
+            read += len(part)
+            if read > MOST_BYTES:
+                raise _too_large("more")
+            yield part
 
     async def json(self) -> Any:
         """As of any request."""
         if not hasattr(self, "_json"):
             self._json = await parsed(await self.body())
         return self._json
+
+
+def _too_large(found: str) -> HTTPException:
+    reason = f"the body of a request may have {MOST_BYTES} bytes here, found {found}"
+    return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
 
 
 async def parsed(body: bytes) -> Any:

@@ -26,7 +26,7 @@ from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
 from inducekv_vllm.frontend.memory_engine import MemoryEngine, MemoryRequest
 from inducekv_vllm.frontend.request import memory_names
 from inducekv_vllm.frontend.stopping import EngineStop
-from inducekv_vllm.vllm_seams.config import RUN_VARIABLE, WORKER_CLS, InduceKVConfig
+from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE, RUN_VARIABLE, WORKER_CLS, InduceKVConfig
 from inducekv_vllm.vllm_seams.logs import logger_of
 from inducekv_vllm.vllm_seams.patches import patch, patch_some
 from inducekv_vllm.vllm_seams.refused_start import end_start
@@ -34,7 +34,7 @@ from inducekv_vllm.vllm_seams.requirements import SLEEP, cannot_serve
 
 from . import inspection, page, teaching
 from .access import Access, OwnerMiddleware
-from .bodies import BodyMiddleware, MemoryRoute
+from .bodies import MemoryRoute
 from .engines import Engines
 from .metrics import POOL_BYTES
 from .pool import PoolSize
@@ -83,7 +83,6 @@ class InduceKVEndpoint:
         app.include_router(page.router)
         app.add_middleware(OwnerMiddleware)
         app.add_middleware(TurnMiddleware)
-        app.add_middleware(BodyMiddleware)
         app.add_exception_handler(InduceKVError, refused)
         app.add_exception_handler(HTTPException, unrouted)
 
@@ -109,7 +108,7 @@ class InduceKVEndpoint:
         cache = engine_client.vllm_config.load_config.download_dir
         backbone = await asyncio.to_thread(backbone_fingerprint, model.model, model.revision, cache)
         models: OpenAIServingModels = state.openai_serving_models
-        access = Access.from_environment(config, os.environ)
+        access = Access(config.roots, os.environ.get(ADMIN_KEY_VARIABLE))
         parallel = engine_client.vllm_config.parallel_config
         process, processes = parallel._api_process_rank, parallel._api_process_count
         run = run_folder(processes)
@@ -153,15 +152,13 @@ async def check_server(client: EngineClient) -> PoolSize:
 
 
 def guard_adapters(models: OpenAIServingModels, registry: BundleRegistry) -> None:
-    """Make vLLM's LoRA routes refuse the names of bundles and the adapters that bundles need."""
+    """Make vLLM's LoRA routes refuse the names of bundles."""
 
     def refusal(lora_name: str) -> str | None:
         if PIN.fullmatch(lora_name):
             return f"{lora_name!r} cannot name an adapter: names that end so are pinned to a version of a bundle"
         if lora_name in registry:
             return f"{lora_name!r} is a memory bundle; use /v1/load_memory_bundle and /v1/unload_memory_bundle"
-        if users := registry.state.users_of_adapter(lora_name):
-            return f"the memory bundles {', '.join(users)} need the adapter {lora_name!r} as it is; unload them first"
         return None
 
     def guarded(change: Callable[..., Any]) -> Callable[..., Any]:

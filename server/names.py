@@ -110,16 +110,6 @@ class Names:
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._state.find(name) is not None
 
-    def adapter(self, name: str, adapter: str) -> LoRARequest:
-        """The LoRA adapter that the bundle `name` needs. Raises UnsupportedModel: it is not loaded."""
-        request = self._models.lora_requests.get(adapter)
-        if request is None or isinstance(request, MemoryRequest):
-            loaded = sorted(n for n, r in self._models.lora_requests.items() if not isinstance(r, MemoryRequest))
-            raise UnsupportedModel(
-                f"bundle {name!r} needs the LoRA adapter {adapter!r}; loaded are: {', '.join(loaded) or 'none'}"
-            )
-        return request
-
     def check_name(self, name: str, *, replace: bool) -> None:
         """
         Args:
@@ -149,14 +139,11 @@ class Names:
     def _check_adapters(self, name: str, memory: ServedBundle) -> None:
         config, records = self._vllm_config.lora_config, memory.metadata.task_adapters
         may_mix = may_mix_adapters(self._vllm_config)
-        if memory.adapter is not None:
-            self.adapter(name, memory.adapter)
-        elif config is not None and not may_mix and not records:
-            raise UnsupportedModel(
-                f"the server runs with LoRA, but bundle {name!r} names no adapter: its keys and payloads were made "
-                "without one"
-            )
         if not records:
+            if config is not None and not may_mix:
+                raise UnsupportedModel(
+                    f"the server runs with LoRA, but the keys and payloads of bundle {name!r} were made without one"
+                )
             return
         if config is None:
             raise UnsupportedModel(f"bundle {name!r} sends tasks to LoRA adapters: start the server with --enable-lora")

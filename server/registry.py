@@ -157,7 +157,7 @@ class BundleRegistry:
             VersionConflict: the name does not stand for `expected_digest`.
             BundleError: the file is not a valid bundle, was made for another backbone, or lies elsewhere; or a worker
                 cannot load it.
-            UnsupportedModel: the bundle needs a LoRA adapter that the server does not have, or the other way round.
+            UnsupportedModel: the bundle needs LoRA and the server has none, or the other way round.
             CapacityError: there is no room for it, there are too many bundles, or it takes too long.
             TooManyChanges, RetryableRequestError: too many changes wait, or the server is shutting down.
         """
@@ -249,7 +249,6 @@ class BundleRegistry:
 
         Raises:
             UnknownBundle, RetryableRequestError: as `Versions.lease`; or the state cannot be read.
-            UnsupportedModel: its adapter is no longer loaded.
         """
         name, digest = unpinned(model)
         with contextlib.ExitStack() as stack:
@@ -258,9 +257,8 @@ class BundleRegistry:
             except StateError as error:
                 raise RetryableRequestError(str(error)) from error
             memory = version.memory
-            adapter = self._names.adapter(name, memory.adapter) if memory.adapter is not None else None
             metrics = self._metrics.of_requests(name, version)
-            yield Lease(memory, task_adapters(memory), adapter=adapter, metrics=metrics)
+            yield Lease(memory, task_adapters(memory), metrics=metrics)
 
     async def bring(self, *models: str) -> None:
         """Make what a request asks for resident, before vLLM looks for the names; nothing for those that are unknown.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
     from tests.engine.parity import World
     from tests.engine.served import Served
     from tests.scheduling import GroupScheduling
-    from tests.server.collector import Collector
     from tests.server.launch import Adapted
 
-pytest_plugins = ["tests.verified"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is refused at once
 # vLLM imports numba for n-grams, which gives torch as many threads as there are cores, for all tests after it.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
@@ -28,6 +27,7 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+RESEARCH = Path(__file__).with_name("research")
 LAST_OF_A_GROUP = "tests/server/test_shutdown.py"  # ends the server that the group shares
 
 
@@ -38,6 +38,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
     from tests.scheduling import GroupScheduling  # not where pytest-xdist is missing
 
     return GroupScheduling(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave research out, unless the command line names it or selects by its marker."""
+    asked = " ".join([config.option.markexpr, *config.args])
+    return True if collection_path == RESEARCH and "research" not in asked else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_gpu)
         if item.nodeid.startswith("tests/nightly/"):
             item.add_marker("slow")
+        if item.path.is_relative_to(RESEARCH):
+            item.add_marker("research")
         if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
             item.add_marker(skip_slow)
 
@@ -111,22 +119,11 @@ async def served(served_world: Served) -> AsyncIterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
-    """Where the server of the tests sends its spans."""
-    from tests.server.collector import collecting
-
-    with collecting() as collector:
-        yield collector
-
-
-@pytest.fixture(scope="session")
-def server(
-    admin_key: None, world: World, collector: Collector, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def server(admin_key: None, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Base URL of a server of that model, with few KV blocks: see `serving_bundles`."""
     from tests.server.launch import serving_bundles
 
-    with serving_bundles(world, tmp_path_factory.mktemp("server") / "server.log", collector.url) as url:
+    with serving_bundles(world, tmp_path_factory.mktemp("server") / "server.log") as url:
         yield url
 
 

@@ -4,9 +4,10 @@ Starts `inducekv-serve` on a free local port, asks through the official `openai`
 untouched model, the bundle's name the same model with memory), prints what came back, and stops the server.
 
     python -m benchmarks.demo.run_demo [--model DIR] [--bundle FILE] [--tasks base guild ...] [--questions 2]
-    python -m benchmarks.demo.run_demo --model smollm2 [--tasks base valence ...] [--questions 2]
+    python -m benchmarks.demo.run_demo --real qwen2.5-0.5b [--tasks base valence ...] [--questions 2]
 
-The demo model is asked about pictures. SmolLM2 is taught its memory first, if that is not done.
+The demo model is asked about pictures. A real model (`benchmarks.real.model`) is taught its memory first, if that is
+not done.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from benchmarks.chat import Message, messages_of, question_of, same_answer, user_turn
-from benchmarks.demo import smollm2
+from benchmarks.demo import real
 from benchmarks.demo.world import TASKS, examples
-from benchmarks.real.model import cache_folder, model_folder
+from benchmarks.real.model import MODELS, cache_folder, model_folder
 from benchmarks.record import parser_of
 from benchmarks.server_process import ServerFailed, serving
 from inducekv_vllm.errors import InduceKVError
 from selector.client import Server
 from selector.data.examples import read_task
+from selector.refined.settings import usual_precision
 from server.demo import BUNDLE, CHECKPOINT
 
 MAX_TOKENS = 16
@@ -89,7 +91,6 @@ def gate_is_open(trace: dict[str, Any]) -> bool:
 
 
 MEMORY = "demo-memory"
-SMOLLM2 = "smollm2"  # in place of a folder
 
 
 class Question(NamedTuple):
@@ -137,9 +138,9 @@ def run(client: openai.OpenAI, warm_up: Question, questions: Sequence[Question],
     console.print(f"right without memory: {right[base]} of {total}; with memory: {right[MEMORY]} of {total}")
 
 
-def server_arguments(model: Path, bundle: Path) -> list[str]:
-    # float32, as the checkpoint declares and its accuracy was measured; vLLM would choose bfloat16.
-    precision = ["--dtype", "float32"]
+def server_arguments(model: Path, bundle: Path, dtype: str = "float32") -> list[str]:
+    # The demo's checkpoint declares float32, and its accuracy was measured so; vLLM would choose bfloat16.
+    precision = ["--dtype", dtype]
     limits = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", str(256 << 20)]  # plenty for one question at a time
     return [str(model), "--memory", f"{MEMORY}={bundle}", *precision, *limits]
 
@@ -147,38 +148,33 @@ def server_arguments(model: Path, bundle: Path) -> list[str]:
 def main() -> int:
     parser = parser_of(__doc__, has_result=False)
     add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        default=CHECKPOINT,
-        metavar="DIR",
-        help=f"or {SMOLLM2!r}, which `make setup-real` installs",
-    )
+    add("--model", type=Path, default=CHECKPOINT, metavar="DIR", help="the demo model")
+    add("--real", metavar="MODEL", help=f"in its place: {', '.join(MODELS)}, a folder, or a name of the hub")
     add("--bundle", type=Path, default=BUNDLE, help="of the demo model")
     add("--tasks", nargs="+", metavar="TASK", help="(default: all)")
     add("--questions", type=int, default=1, help="questions a task")
     args = parser.parse_args()
-    real = str(args.model) == SMOLLM2
-    known = ("base", *smollm2.TASKS) if real else TASKS
+    known = ("base", *real.TASKS) if args.real else TASKS
     tasks = args.tasks or known
     if unknown := [task for task in tasks if task not in known]:
         parser.error(f"--tasks must be of {', '.join(known)}, found {unknown[0]}")
     console = Console(width=None if sys.stdout.isatty() else 100)
-    for path in () if real else (args.model, args.bundle):
+    for path in () if args.real else (args.model, args.bundle):
         if not path.exists():
             parser.error(f"{path}: not found")
     try:
-        if real:
-            folder, model = cache_folder() / "demo-real", model_folder()
-            bundle = smollm2.teach(folder, model, console)
+        if args.real:
+            model, dtype = model_folder(args.real), usual_precision()
+            folder = cache_folder() / "demo-real" / model.name
+            bundle = real.teach(folder, model, console)
             (warm_up,) = about_text(folder / "data", tasks[:1], "validation", 1)
             questions = list(about_text(folder / "data", tasks, "test", args.questions))
-            more = list(smollm2.SERVING)
+            more = list(real.SERVING)
         else:
-            model, bundle, more = args.model, args.bundle, []
+            model, bundle, dtype, more = args.model, args.bundle, "float32", []
             (warm_up,) = about_pictures(tasks[:1], "validation", 1)
             questions = list(about_pictures(tasks, "test", args.questions))
-        with served(model, bundle, [*server_arguments(model, bundle), *more], console) as client:
+        with served(model, bundle, [*server_arguments(model, bundle, dtype), *more], console) as client:
             run(client, warm_up, questions, console)
     except (InduceKVError, ServerFailed) as error:
         console.print(f"[red]error:[/] {escape(str(error))}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import benchmarks.from_a_table as about
 from benchmarks.from_a_table.asked import ask_all
-from benchmarks.from_a_table.learned import WAYS, Rows, learned
+from benchmarks.from_a_table.learned import RATES, WAYS, Rows, learned
 from benchmarks.from_a_table.table import table
 from benchmarks.record import keep, parser_of
 from inducekv_vllm.errors import InduceKVError
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     questions = read_task(options.questions, columns)
     base = read_task(options.base) if options.base else []
     gate = read_task(options.base_train) if options.base_train else []
-    rows = Rows(options.model, read_task(options.task, columns), gate)
+    rows = Rows(options.model, read_task(options.task, columns), gate, options.rates)
     ways = []
     for name in options.ways:
         ways.append(learned(name, WAYS[name], rows, options.work))
@@ -45,7 +45,10 @@ def run(options: argparse.Namespace) -> None:
         *(options.model, ways, questions, base, options.lengths, options.rounds, options.work),
         options.serve_args,
     )
-    size = {way.name: {"seconds": way.seconds, "bytes": way.artifact.stored_bytes} for way in ways}
+    size = {
+        way.name: {"seconds": way.seconds, "cpu_seconds": way.cpu_seconds, "bytes": way.artifact.stored_bytes}
+        for way in ways
+    }
     counts = {"rows": len(rows.rows), "questions": len(questions), "base": len(base)}
     result = {
         "benchmark": "from_a_table",
@@ -68,6 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base-train", type=Path, help="others like them, for the gate")
     parser.add_argument("--columns", default="prompt=ticket,answer=team")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="of LoRA, chosen by validation")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of a question's prompt, in tokens")
     parser.add_argument("--rounds", type=int, default=6, help="requests of each way and length")
     parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="flags for both servers, last")

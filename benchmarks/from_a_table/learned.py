@@ -23,6 +23,7 @@ from selector.data.anchors import AnchorStore
 from selector.data.choice import hold_out
 from selector.data.examples import Example
 from selector.recipes import DEFAULT as RECIPE
+from selector.refined.settings import usual_precision
 from selector.runtime.files import replace_file
 from selector.update.measures import memory_bytes
 
@@ -41,6 +42,7 @@ class Rows:
     model: Path
     rows: Sequence[Example]
     base: Sequence[Example]  # for a gate
+    rates: Sequence[float] = RATES  # of LoRA
 
     def split(self) -> tuple[list[Example], list[Example]]:
         """Those that are learned, and the tenth that is held out."""
@@ -73,15 +75,26 @@ def by_memory(settings: Mapping[str, Any], with_base: bool = False) -> Learn:
 
 
 def by_lora(rank: int, steps: int = 200) -> Learn:
-    """On all linear layers of the language model, in batches of 4: of three rates, the best by validation loss."""
+    """On all linear layers of the language model, in batches of 4: of the rates, the best by validation loss.
+
+    Matrix products are of the precision that memory is trained in.
+    """
 
     def learn(rows: Rows, out: Path) -> Artifact:
         backbone = Backbone.load(rows.model)
         training, validation = rows.split()
         adapted = attach(backbone, rank, seed=0)
         parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-        fit = Fit(Scorer(backbone), parameters, training, [], batch_size=4, seed=(0, 0), autocast=False)
-        fit.run_best(RATES, steps, validation)
+        fit = Fit(
+            Scorer(backbone),
+            parameters,
+            training,
+            [],
+            batch_size=4,
+            seed=(0, 0),
+            autocast=usual_precision() == "bfloat16",
+        )
+        fit.run_best(rows.rates, steps, validation)
         return Artifact("adapter", ADAPTER, save(adapted, out / ADAPTER))
 
     return learn
@@ -119,6 +132,7 @@ class Learned:
     folder: Path
     artifact: Artifact
     seconds: float
+    cpu_seconds: float | None  # None: it was learned before these were counted
 
     @property
     def served_as(self) -> str:
@@ -137,9 +151,10 @@ def learned(name: str, learn: Learn, rows: Rows, work: Path) -> Learned:
     if not (folder / LEARNED).exists():
         shutil.rmtree(folder, ignore_errors=True)  # what a run that was stopped has left
         folder.mkdir(parents=True)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         artifact = learn(rows, folder)
-        kept = {"artifact": asdict(artifact), "seconds": round(time.perf_counter() - began, 1)}
+        taken = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+        kept = {"artifact": asdict(artifact)} | {name: round(seconds, 1) for name, seconds in taken.items()}
         replace_file(folder / LEARNED, json.dumps(kept).encode())
     kept = json.loads((folder / LEARNED).read_bytes())
     expected, found = {field.name for field in fields(Artifact)}, set(kept["artifact"])
@@ -148,4 +163,4 @@ def learned(name: str, learn: Learn, rows: Rows, work: Path) -> Learned:
             f"{folder}: another version of this benchmark has made it ({LEARNED} has {', '.join(sorted(found))}; "
             f"expected {', '.join(sorted(expected))}); start with a new folder for --work"
         )
-    return Learned(name, folder, Artifact(**kept["artifact"]), kept["seconds"])
+    return Learned(name, folder, Artifact(**kept["artifact"]), kept["seconds"], kept.get("cpu_seconds"))

@@ -17,8 +17,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ..errors import UnsupportedModel
-from ..facts import Pair
-from ..facts.judge import log_odds, one_line
+from ..judge import Pair, log_odds, one_line
 from .checkpoints import any_config, load_tokenizer, require_model_folder, summary
 
 AT_ONCE: Final = 8

@@ -14,9 +14,9 @@ from functools import lru_cache, partial
 from typing import Final
 
 from ..bundle import BundleMetadata, FactRecord
-from ..facts import AskedFact, AskedFacts, FactFound, FactMissed, Found, Pair, QuestionIndex
+from ..facts import AskedFact, AskedFacts, FactFound, FactMissed, Found, QuestionIndex
 from ..facts.index import kept_of, key_of_stored
-from ..facts.judge import can_be_asked
+from ..judge import Pair, can_be_asked
 from .fact_reader import AskedQuestion, FactReader
 
 CACHED_ANSWERS: Final = 4096

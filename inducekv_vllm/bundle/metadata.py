@@ -205,7 +205,7 @@ class BundleMetadata(BaseModel):
     weighting: Weighting
     recipe: str  # the recipe that made the memory; "build" is extraction only
     settings: dict[str, Any]  # the recipe's settings, JSON values only
-    adapter: str | None = None  # the LoRA adapter that the memory was made with and requires
+    adapter: None = None  # of this format: memory that needs a LoRA adapter is not served
     parent_digest: str | None = None  # the memory this one was made from
     gate_tasks: Annotated[tuple[str, ...], FailFast()] = ()  # [C], the gate's tasks; empty without a gate
     gate: GateRecord | None = None
@@ -317,8 +317,6 @@ def _check_task_adapters(metadata: BundleMetadata, name: str) -> None:
         raise BundleError(f"{name}: a bundle with task adapters has the decoupled form, found {metadata.form!r}")
     if not metadata.gate_tasks:
         raise BundleError(f"{name}: task adapters need a relevance gate, which chooses between them")
-    if metadata.adapter is not None:
-        raise BundleError(f"{name}: its memory needs the adapter {metadata.adapter!r}, so tasks cannot have their own")
     if (twice := _duplicate([record.task for record in records])) is not None:
         raise BundleError(f"{name}: task {twice!r} has two adapters")
     if (twice := _duplicate([record.digest for record in records])) is not None:

@@ -370,12 +370,7 @@ def bundle_without_entries(backbone: BackboneFingerprint, **arguments: Any) -> B
 
 
 def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name: str) -> None:
-    """See `Bundle.require_backbone`; the metadata suffices.
-
-    A bundle that names an adapter was made with it merged into the weights, which the served model has not.
-    """
-    if metadata.adapter is not None:
-        served = served.model_copy(update={"weights_digest": metadata.backbone.weights_digest})
+    """See `Bundle.require_backbone`; the metadata suffices."""
     if differences := metadata.backbone.differences(served):
         raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
 

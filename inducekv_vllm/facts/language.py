@@ -51,6 +51,8 @@ class Language:
         self._politely = self._phrases(described["politely"])
         self._function = self._listed(described["function"])
         self.ignored, self.moving = self._listed(described["ignored"]), self._listed(described["moving"])
+        phrases = described.get("naming", "").split(",")
+        self.naming = frozenset(tuple(word.text for word in words_of(self.plain(normalised(each)))) for each in phrases)
         self.particles, self.negating = self._listed(described["particles"]), self._listed(described["negating"])
         self.telling = self._listed(described["telling"]) | self.particles | self.negating
         self.asking, self.supporting = (self._listed(described.get(each, "")) for each in ("asking", "supporting"))
@@ -59,7 +61,9 @@ class Language:
             self._listed(context.get(each, "")) for each in ("leading", "personal", "referring", "addressing")
         )
         self._follows = re.compile(context["follows"], re.I) if "follows" in context else re.compile(_NOTHING)
-        self.tenses = [self._listed(each) for each in described["tenses"]]
+        self.tenses, self.kinds = ([self._listed(each) for each in described.get(of, ())] for of in ("tenses", "kinds"))
+        self.conditions = self._listed(described.get("conditions", ""))
+        self.past = {past: self.stem(now) for past, now in map(str.split, described.get("past", ()))}
         self.opposite = tuple(described["opposite"].split())
         self._requests, self._counts = int(counted.get("requests", 0)), dict(counted.get("stems", {}))
 
@@ -75,9 +79,6 @@ class Language:
         for each in self._between:
             plain = plain.replace(each, " ")
         return words_of(plain)
-
-    def stems(self, text: str) -> list[str]:
-        return [self.stem(word.text) for word in self.words(normalised(text))]
 
     def said(self, listed: frozenset[str], plain: str) -> frozenset[str]:
         """Those of the listed words that a text has."""

@@ -10,9 +10,10 @@ from .language import Language
 from .text import Word, is_number, normalised, words_of
 
 NAME_WEIGHT: Final = 0.5  # at least, also of a number or a symbol
+FEWEST: Final = 2  # words of "what is" and a name: a word alone may ask anything
 MOST_CHARACTERS: Final = 20_000  # of a request that are read: its first and its last
 _QUOTED: Final = re.compile(r"[\"“”„«»‘`]([^\"“”„«»’`\n]{1,100})[\"“”„«»’`]")
-_BETWEEN: Final = frozenset("/\\|*~^<>=@")  # symbols that only stand between words
+_BETWEEN: Final = frozenset("/\\|*~^<>=@([{")  # symbols that only stand between words
 Key = tuple[str, ...]
 
 
@@ -38,6 +39,8 @@ class Question:
     terms: dict[str, Term]  # by their keys
     telling: frozenset[str]  # words that make another question: when, only, before
     tenses: frozenset[int]  # those that it has
+    kinds: frozenset[int]  # of what it asks for: a person, a place
+    conditions: frozenset[str]  # words that begin one; at its beginning they may as well say "whether"
     is_negated: bool
     asks_for: str | None  # "subject" or "object": who hired Tom, whom did Tom hire; None: neither, or it cannot be told
     quoted: frozenset[str]  # in lower case
@@ -52,7 +55,7 @@ def key_of(text: str, language: Language) -> Key:
     """What makes two wordings one question in a language.
 
     They may differ in case, punctuation, accents, articles, politeness, contractions, spelling variants and plurals,
-    and in the places of auxiliary verbs.
+    in the places of auxiliary verbs, and in the "what is" that asks for something that they name.
     """
     return _key(words_of(language.plain(normalised(_shortened(text)))), language)
 
@@ -65,7 +68,10 @@ def _key(words: list[Word], language: Language) -> Key:
         if word.text not in language.ignored or (word.text == "a" and at and (word.is_capital or at == last))  # plan A
     ]
     moving = sorted(word for word in kept if word in language.moving)
-    return (*(word for word in kept if word not in language.moving), "", *moving)
+    others = [word for word in kept if word not in language.moving]
+    if len(others) > FEWEST and moving and (others[0], *moving) in language.naming:
+        others, moving = others[1:], []
+    return (*others, "", *moving)
 
 
 def needs_context(question: Question, text: str, language: Language) -> bool:
@@ -97,7 +103,9 @@ def read(text: str, language: Language) -> Question:
         _key(words, language),
         _terms(language.words(plain), language),
         language.said(language.telling, plain),
-        frozenset(number for number, words in enumerate(language.tenses) if language.said(words, plain)),
+        frozenset(number for number, listed in enumerate(language.tenses) if language.said(listed, plain)),
+        frozenset(number for number, listed in enumerate(language.kinds) if language.said(listed, plain)),
+        language.conditions & {word.text for word in words[1:]},
         len(language.said(language.negating, plain)) % 2 == 1,
         _asks_for(words, language),
         frozenset(match.casefold() for match in _QUOTED.findall(written)),
@@ -122,8 +130,9 @@ def _terms(words: list[Word], language: Language) -> dict[str, Term]:
         stem = language.stem(word.text)
         is_function, is_common = language.is_function_word(word.text), language.is_common(stem)
         is_name = word.is_capital and has_case and not (language.capitalises_nouns and is_common)
-        if is_function:  # New York, but not the Could of a new sentence
-            is_name = is_name and at + 1 < len(words) and words[at + 1].is_capital and len(words[at + 1].text) > 1
+        if is_function:  # an Each Other of a title, but not what a sentence begins with
+            follows = at + 1 < len(words) and words[at + 1].is_capital and len(words[at + 1].text) > 1
+            is_name = is_name and at > 0 and follows and word.text not in language.ignored
         elif at == 0:
             is_name = is_name and not is_common
         if (is_function and not is_name) or word.text in _BETWEEN:

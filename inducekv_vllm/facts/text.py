@@ -28,7 +28,6 @@ class Word(NamedTuple):
 
     text: str  # in lower case
     is_capital: bool  # its first letter
-    is_bound: bool = False  # by a hyphen, to the word before
 
 
 def normalised(text: str) -> str:
@@ -49,8 +48,8 @@ def without_accents(text: str) -> str:
 def words_of(text: str) -> list[Word]:
     """The words, numbers, symbols and emoji of a normalised text, in order; punctuation is left out.
 
-    Words joined by a hyphen are several, each bound to the one before. Of text without spaces, a word is a run of
-    katakana or hiragana, or two Chinese characters that stand beside each other.
+    Words joined by a hyphen are several. Of text without spaces, a word is a run of katakana or hiragana, or two
+    Chinese characters that stand beside each other.
     """
     found = list[Word]()
     for match in _TOKEN.finditer(text):
@@ -69,12 +68,10 @@ def words_of(text: str) -> list[Word]:
 
 
 def _spaced(token: str) -> list[Word]:
-    capital = token[0].isupper()
-    parts = [part for part in token.split("-") if part]
-    words = list[Word]()
-    for number, part in enumerate(parts):
+    capital, words = token[0].isupper(), list[Word]()
+    for part in filter(None, token.split("-")):
         stem, *endings = _CONTRACTED.split(part)  # "what's" is what, s; "l'ufficio" is l, ufficio
-        words.append(Word(stem.casefold(), capital, is_bound=number > 0))
+        words.append(Word(stem.casefold(), capital))
         words += [Word(each.casefold(), each[0].isupper()) for each in endings]
     return words
 

@@ -16,8 +16,8 @@ from ..backbone.pair_classifier import PairClassifier
 from ..backbone.stored_facts import NO_ANSWER
 from ..bundle import BackboneFingerprint, FactRecord
 from ..errors import InduceKVError
-from ..facts import NO_FACTS, AskedFacts, Pair
-from ..facts.judge import JudgePrompt
+from ..facts import NO_FACTS, AskedFacts
+from ..judge import JudgePrompt, Pair
 from ..vllm_seams.config import InduceKVConfig
 from ..vllm_seams.logs import logger_of
 from .judging import AskedJudge, ClassifierJudge, EngineJudge

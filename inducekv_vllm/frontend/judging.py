@@ -18,8 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from ..backbone.pair_classifier import PairClassifier
-from ..facts import Pair
-from ..facts.judge import JudgePrompt, log_odds
+from ..judge import JudgePrompt, Pair, log_odds
 from ..protocol import JUDGE
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from ..backbone.meaning import MeaningIndex, SentenceEncoder
 from ..backbone.stored_facts import StoredQuestions
 from ..errors import InduceKVError
-from ..facts.judge import can_be_asked
+from ..judge import can_be_asked
 from ..vllm_seams.logs import logger_of
 
 logger = logger_of(__name__)

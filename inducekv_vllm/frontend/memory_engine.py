@@ -3,7 +3,7 @@
 `MemoryEngine.generate` replaces the engine client's `generate`, so every route of vLLM's server goes through it. A
 request for a memory carries a `MemoryRequest`; every other request goes straight to the original. `memory_names` says
 which memories it has (`request.py`). Its outputs bring what was decided (`scheduler.py`), the first that is read too:
-metrics, spans, traces and the audit chain read it.
+metrics, traces and the audit chain read it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Lease(AdaptedMemory):
     """One version of a memory, kept resident for one request."""
 
     metrics: BundleMetrics  # of its name
-    adapter: LoRARequest | None = None  # of the memory
 
 
 class MemorySource(Protocol):
@@ -95,7 +94,6 @@ class MemoryEngine:
         self._config = config
         self._journal = journal
         self._placeholders = placeholder_ids(client.model_config.hf_config)
-        self._tracing = client.vllm_config.observability_config.otlp_traces_endpoint is not None
 
     def generate(
         self,
@@ -142,14 +140,10 @@ class MemoryEngine:
                 leases = stack.enter_context(self._leases(names))
                 if [lease.memory for lease in leases] != list(request.memories):  # others took their places since
                     request = self._request(leases, prompt, request.user_params, owner)
-                memories = [(lease.metrics, lease.memory) for lease in leases]
-                observed = stack.enter_context(observing(memories, options.get("trace_headers"), self._tracing))
+                observed = stack.enter_context(observing([lease.metrics for lease in leases]))
                 before_waiting = partial(self.invalidate_mm_cache, prompt)
                 request = request.asking(await self.facts.asked(request.memories, prompt, before_waiting))
-            options = {**options, "trace_headers": observed.trace_headers}
-            outputs = self._plain_generate(
-                prompt, request.params, request_id, lora_request=leases[0].adapter, **options
-            )
+            outputs = self._plain_generate(prompt, request.params, request_id, lora_request=None, **options)
             decided = Decided.without_worker(request.specs)
             packed: str | None = None
             is_noted = False

@@ -1,26 +1,18 @@
-"""What is measured of requests with memory: metrics for Prometheus, spans for OpenTelemetry, the times in a trace.
+"""What is measured of requests with memory: metrics for Prometheus, and the times in a trace.
 
 vLLM's route `/metrics` exports the metrics. Every name begins with `inducekv:`. Series with the label `bundle` begin
 when a bundle of that name is loaded and end when it is unloaded. `server/metrics.py` has those of the bundles
 themselves.
-
-vLLM makes one span `llm_request` for each request of the engine when it has ended, from a fixed list of attributes; it
-offers no place to add any. So a request with memory gets a span of its own, `inducekv_request`, and vLLM's is its
-child: vLLM takes the parent of a span from the request's trace headers.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, get_args
 
-from opentelemetry.trace import Span, SpanKind, get_tracer, set_span_in_context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from opentelemetry.trace.status import StatusCode
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
@@ -31,8 +23,6 @@ from ..protocol import Decided, Decision, Source, Untouched
 from .served_bundle import ServedBundle
 
 CLIENT_ERRORS: Final = (VLLMClientError, ValueError, TypeError)  # answered with 4xx
-SPAN: Final = "inducekv_request"
-PREFIXES: Final = ("inducekv", "inducekv.shared")  # of the span's attributes, for each memory of a request
 OTHER: Final = "(other)"  # the label of names without series of their own; no bundle may have this name
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
@@ -103,48 +93,33 @@ OF_A_BUNDLE: Final = (REQUESTS, DECISIONS, *BY_BUNDLE_ALONE)
 
 
 @contextmanager
-def observing(
-    memories: Sequence[tuple[BundleMetrics, ServedBundle]], headers: Mapping[str, str] | None, tracing: bool
-) -> Iterator[Observation]:
-    """Observe one request from its beginning to its end, for each of its memories.
-
-    Args:
-        headers: the trace headers that it came with.
-    """
-    span = RequestSpan(tracing, headers, [(metrics.bundle, memory) for metrics, memory in memories])
-    observed = Observation([metrics for metrics, _ in memories], span)
+def observing(metrics: Sequence[BundleMetrics]) -> Iterator[Observation]:
+    """Observe one request from its beginning to its end; `metrics` of each of its memories."""
     with ExitStack() as stack:
-        for metrics, _ in memories:
-            stack.enter_context(metrics.active())
+        for each in metrics:
+            stack.enter_context(each.active())
         try:
-            yield observed
+            yield Observation(metrics)
         except Exception as error:
-            observed.failed(error)
+            if not isinstance(error, CLIENT_ERRORS):
+                for each in metrics:
+                    each.failed()
             raise
-        finally:
-            span.end()
 
 
 class Observation:
     """It is told of each step of a request when the step has ended."""
 
-    def __init__(self, metrics: Sequence[BundleMetrics], span: RequestSpan) -> None:
+    def __init__(self, metrics: Sequence[BundleMetrics]) -> None:
         """`metrics` of each memory."""
         self._metrics = metrics
-        self._span = span
         self._began = time.perf_counter()
         self._decided = Decided((Decision(Untouched()),))
-
-    @property
-    def trace_headers(self) -> Mapping[str, str] | None:
-        """For the engine, so that its span is a child of the request's."""
-        return self._span.headers
 
     def decided(self, decided: Decided) -> None:
         self._decided = decided
         for metrics, decision in zip(self._metrics, decided.each, strict=True):
             metrics.decided(decision)
-        self._span.decided(decided)
 
     def finished(self, output: RequestOutput) -> None:
         # The engine's own times, from the request's arrival: its pictures were read before it begins here. A request
@@ -155,12 +130,6 @@ class Observation:
             metrics.answered(seconds)
             if stats is not None:
                 metrics.first_token(stats.first_token_latency)
-
-    def failed(self, error: Exception) -> None:
-        if not isinstance(error, CLIENT_ERRORS):
-            for metrics in self._metrics:
-                metrics.failed()
-        self._span.failed(error)
 
     @property
     def timings(self) -> dict[str, float | str]:
@@ -247,65 +216,3 @@ class BundleMetrics:
     def failed(self) -> None:
         if self._exported:
             FAILURES.labels(self._label).inc()
-
-
-class RequestSpan:
-    """The span of one request with memory. Without tracing it does nothing."""
-
-    def __init__(
-        self, enabled: bool, headers: Mapping[str, str] | None, memories: Sequence[tuple[str, ServedBundle]]
-    ) -> None:
-        """`headers` are the trace headers of the HTTP request; `memories` have names."""
-        self.headers: Mapping[str, str] | None = headers  # for the engine
-        self._span: Span | None = None
-        if enabled:
-            named = zip(PREFIXES, memories, strict=False)
-            attributes = [{f"{each}.bundle": name, f"{each}.digest": own.digest} for each, (name, own) in named]
-            self._span = _start(headers, dict(ChainMap(*attributes)))
-            self.headers = _headers_of(self._span)
-
-    def decided(self, decided: Decided) -> None:
-        """Add what the request is answered with."""
-        for prefix, decision in zip(PREFIXES, decided.each, strict=False):
-            if self._span is not None:
-                self._span.set_attributes({f"{prefix}.{name}": each for name, each in _attributes(decision).items()})
-
-    def failed(self, error: Exception) -> None:
-        if self._span is not None:
-            self._span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}"[:500])
-
-    def end(self) -> None:
-        if self._span is not None:
-            self._span.end()
-
-
-def _attributes(decision: Decision) -> dict[str, str | int | float]:
-    attributes: dict[str, str | int | float] = {
-        "decision.source": decision.source,
-        "decision.seconds": decision.seconds,
-        "gate": decision.verdict,
-    }
-    if decision.margins is not None:
-        attributes["gate.margin"] = max(decision.margins)
-    if decision.task is not None:
-        attributes["task"] = decision.task
-    if decision.entries:
-        attributes["entries"] = len(decision.entries)
-    if decision.fact is not None:
-        attributes["fact"] = decision.answer is not None
-    if decision.similarity is not None:
-        attributes["similarity"] = decision.similarity
-    return attributes
-
-
-def _start(headers: Mapping[str, str] | None, attributes: Mapping[str, str]) -> Span:
-    context = TraceContextTextMapPropagator().extract(headers) if headers else None
-    tracer = get_tracer("inducekv")
-    return tracer.start_span(SPAN, context=context, kind=SpanKind.INTERNAL, attributes=dict(attributes))
-
-
-def _headers_of(span: Span) -> dict[str, str]:
-    """The trace headers of what happens within a span."""
-    headers: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(headers, context=set_span_in_context(span))
-    return headers

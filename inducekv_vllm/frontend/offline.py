@@ -26,7 +26,6 @@ from vllm import LLM
 from vllm.exceptions import GenerationError
 from vllm.inputs import EngineInput
 from vllm.inputs.engine import tokens_input
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import SamplingParams
@@ -40,8 +39,8 @@ from ..backbone.placeholders import placeholder_ids
 from ..backbone.stored_facts import Candidates, StoredQuestions
 from ..bundle import Bundle, FactRecord, PictureRecord, read_bundle, read_public_key, require_signature, write_bundle
 from ..errors import ConfigError, UnknownBundle, UnsupportedModel
-from ..facts import AskedFacts, Pair
-from ..facts.judge import JudgePrompt, can_be_asked
+from ..facts import AskedFacts
+from ..judge import JudgePrompt, Pair, can_be_asked
 from ..protocol import Decided, Decision
 from ..teaching import Report, Taught, WhenFull, forgotten, taught
 from ..vllm_seams.config import InduceKVConfig
@@ -202,7 +201,6 @@ class MemoryLLM:
         *,
         memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
-        adapter: LoRARequest | None = None,
         **chat_options: Any,
     ) -> list[MemoryAnswer]:
         """`LLM.chat` over N conversations, each with a memory or none.
@@ -214,7 +212,6 @@ class MemoryLLM:
                 a tuple of two, its own and one that it shares with others, if the engine's `max_memories` is 2.
             top_k: entries retrieved; None for the engine's setting. A prompt's parameters may say it, too, by
                 `extra_args`, for its own memory.
-            adapter: the LoRA adapter that the memories need.
             chat_options: rendering options of `LLM.chat`, such as `chat_template_kwargs`.
 
         Raises:
@@ -222,7 +219,7 @@ class MemoryLLM:
             InduceKVError, VLLMValidationError: an argument cannot be used, or a memory is not loaded.
         """
         renders = [partial(self.llm._preprocess_chat_one, each, **chat_options) for each in conversations]
-        return self._answer(renders, params, memory, top_k, adapter)
+        return self._answer(renders, params, memory, top_k)
 
     def generate(
         self,
@@ -231,11 +228,10 @@ class MemoryLLM:
         *,
         memory: ServedBundle | Sequence[Memories] | None = None,
         top_k: int | None = None,
-        adapter: LoRARequest | None = None,
     ) -> list[MemoryAnswer]:
         """`LLM.generate` over N prompts; the arguments are those of `chat`."""
         renders = [partial(self.llm._preprocess_cmpl_one, each) for each in prompts]
-        return self._answer(renders, params, memory, top_k, adapter)
+        return self._answer(renders, params, memory, top_k)
 
     def _answer(
         self,
@@ -243,7 +239,6 @@ class MemoryLLM:
         params: SamplingParams | Sequence[SamplingParams],
         memory: ServedBundle | Sequence[Memories] | None,
         top_k: int | None,
-        adapter: LoRARequest | None,
     ) -> list[MemoryAnswer]:
         all_params = _one_each(params, len(renders), "params")
         of_prompts: list[Memories] = _one_each(memory, len(renders), "memory")
@@ -253,7 +248,7 @@ class MemoryLLM:
         config = self.config if top_k is None else self.config.model_copy(update={"top_k": top_k})
         own = list[MemoryOptions]()
         for each, user_params in zip(memories, all_params, strict=True):
-            self._check(each, adapter)
+            self._check(each)
             own.append(read_options(user_params, each) if each else MemoryOptions())
         prompts = [require_rendered(render()) for render in renders]
         asked = self._asked(prompts, memories)
@@ -263,7 +258,7 @@ class MemoryLLM:
         ]
         specs = [with_asked(each, facts) for each, facts in zip(specs, asked, strict=True)]
         all_params = [with_specs(user_params, each) for user_params, each in zip(all_params, specs, strict=True)]
-        outputs = self._run(prompts, all_params, adapter)
+        outputs = self._run(prompts, all_params)
         answers = []
         for number, (output, of_it) in enumerate(zip(outputs, specs, strict=True)):
             decided = Decided.without_worker(of_it) or pop_decided(output)
@@ -310,7 +305,7 @@ class MemoryLLM:
             return self._classifier.said(pairs)
         prompt = self._judge_prompt
         prompts = [tokens_input(prompt.token_ids(pair)) for pair in pairs]
-        return [odds_in(each, prompt) for each in self._run(prompts, [judge_params(prompt)] * len(prompts), None)]
+        return [odds_in(each, prompt) for each in self._run(prompts, [judge_params(prompt)] * len(prompts))]
 
     @cached_property
     def _judge_prompt(self) -> JudgePrompt:
@@ -321,29 +316,24 @@ class MemoryLLM:
         has_room = self._classifier is not None or self._judge_prompt.fits(self._facts.context)
         return Judged(self.config.judge_threshold, has_room=has_room)
 
-    def _run(
-        self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams], adapter: LoRARequest | None
-    ) -> list[RequestOutput]:
+    def _run(self, prompts: Iterable[EngineInput], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         outputs: list[RequestOutput] = self.llm._render_and_run_requests(
             prompts=prompts,
             params=params,
             output_type=RequestOutput,
-            lora_requests=[adapter] * len(params),
+            lora_requests=[None] * len(params),
             use_tqdm=False,
         )
         return outputs
 
-    def _check(self, memories: tuple[ServedBundle, ...], adapter: LoRARequest | None) -> None:
+    def _check(self, memories: tuple[ServedBundle, ...]) -> None:
         if len(memories) > self.config.most_memories:
             raise ConfigError(f"a prompt may have {self.config.most_memories} (max_memories), found {len(memories)}")
         if len({memory.digest for memory in memories}) < len(memories):
             raise ConfigError("expected two different memories for a prompt, found one twice")
-        name = adapter.lora_name if adapter is not None else None
         for memory in memories:
             if memory.digest not in self._loaded:
                 raise UnknownBundle(f"no memory bundle {memory.path} is loaded")
-            if memory.adapter != name:
-                raise UnsupportedModel(f"{memory.path} was made with the LoRA adapter {memory.adapter}, found {name}")
 
 
 def _as_tuple(memory: Memories) -> tuple[ServedBundle, ...]:

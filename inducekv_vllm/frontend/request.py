@@ -94,18 +94,10 @@ def require_together(memories: Sequence[ServedBundle]) -> None:
     reasons = [memory.acts_alone for memory in acting if memory.acts_alone is not None]
     if len(acting) > 1 and reasons:
         raise VLLMValidationError(
-            f"a memory bundle that {reasons[0]} cannot act beside another one: {_name_one_alone()}", parameter="model"
-        )
-    if len(adapters := {memory.adapter for memory in memories}) > 1:
-        found = " and ".join(sorted(each or "none" for each in adapters))
-        raise VLLMValidationError(
-            f"the request's memory bundles need different LoRA adapters ({found}): {_name_one_alone()}",
+            f"a memory bundle that {reasons[0]} cannot act beside another one: name one alone in vllm_xargs, by "
+            f"{MEMORIES_OPTION}",
             parameter="model",
         )
-
-
-def _name_one_alone() -> str:
-    return f"name one alone in vllm_xargs, by {MEMORIES_OPTION}"
 
 
 def engine_request(

@@ -67,11 +67,6 @@ class ServedBundle(DatedEntries):
         return len(self.entries)
 
     @property
-    def adapter(self) -> str | None:
-        """The LoRA adapter that its requests run with, whether the gate is open or closed."""
-        return self.metadata.adapter
-
-    @property
     def needs_decision(self) -> bool:
         """Whether entries, weights or facts depend on the prompt."""
         return self.metadata.gate is not None or self.weighting != "uniform" or bool(self.metadata.facts)

@@ -48,8 +48,6 @@ class InduceKVConfig(BaseModel):
     # A file for what is loaded, with its versions and an audit chain; None keeps it while the server runs.
     state: str | None = None
     keep_versions: int = Field(default=3, ge=1)  # of each name, for a rollback
-    # Of the body of a request to any route; None for 64 MiB on the memory routes, and as many as vLLM takes on its own.
-    max_body_bytes: int | None = Field(default=None, ge=1)
     require_signature: list[str] = Field(default_factory=list)  # public keys (PEM files); one must have signed a bundle
     judge: str | None = None  # of facts: a sequence classifier, a folder or an id of the hub; None: the served model
     encoder: str | None = None  # of sentences, for what a judge is asked: a folder or an id of the hub

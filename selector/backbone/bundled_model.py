@@ -21,7 +21,7 @@ from inducekv_vllm.files.picture import decoded, digest_of, joined
 from ..data.examples import Example
 from ..runtime.progress import track
 from .facts import fact_reader
-from .gate_rule import decisions, fact_tasks, routed_tasks, routing
+from .gate_rule import fact_tasks, routed_tasks, routing
 from .generation import generate
 from .injection import TensorMemory, Terms
 from .judging import BackboneJudge
@@ -186,12 +186,3 @@ def _shown(example: Example) -> str | None:
 def _said(found: FactFound | FactMissed | None) -> Sequence[int] | None:
     """The stored answer, in tokens."""
     return found.token_ids if isinstance(found, FactFound) and found.withheld is None else None
-
-
-def openings(bundle: Bundle, task: str, evidence: Tensor) -> dict[str, float]:
-    """For questions of `task` with evidence [n, H]: the shares that open the gate, and open it for their task."""
-    if (gate := bundle.gate) is None:
-        return {"opened": 1.0, "own_task": 1.0}
-    found = [decision.task for decision in decisions(gate, evidence)]
-    opened, own = ([each is not None for each in found], [each == task for each in found])
-    return {"opened": sum(opened) / len(found), "own_task": sum(own) / len(found)}

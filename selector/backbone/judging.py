@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 
 from inducekv_vllm.backbone.judged import Judged
-from inducekv_vllm.facts import Pair
-from inducekv_vllm.facts.judge import JudgePrompt, log_odds
+from inducekv_vllm.judge import JudgePrompt, Pair, log_odds
 
 from .model import Backbone
 

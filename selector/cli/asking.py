@@ -40,23 +40,17 @@ class Decided(NamedTuple):
 
 
 def served_decisions(url: str, name: str, examples: Sequence[Example]) -> list[Decided]:
-    """What the gate decides on each question.
+    """What the gate decides on each question. Raises ConfigError: as `served_answers` and `decisions_in`."""
+    return decisions_in(served_answers(url, name, examples, 1, trace=True), url)
 
-    Raises:
-        ConfigError: the server cannot be reached or refuses, or its answer does not say what the gate has decided.
-    """
-    server = Server.from_environment(url)
 
-    def decision(example: Example) -> Decided:
-        trace: Any = server.ask(name, messages_of(example), max_tokens=1, trace=True).trace
-        try:
-            gate = trace["gate"]
-            return Decided(gate["task"], gate["closed"], max(gate["margins"].values()))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ConfigError(f"the answer of {url} to {example.id!r} has no trace of the gate") from error
-
-    with ThreadPoolExecutor(AT_ONCE) as workers:
-        return list(workers.map(decision, examples))
+def decisions_in(answers: Sequence[Answer], url: str) -> list[Decided]:
+    """What the gate has decided on the questions of traced answers. Raises ConfigError: a trace does not say it."""
+    try:
+        gates = [(answer.trace or {})["gate"] for answer in answers]
+        return [Decided(gate["task"], gate["closed"], max(gate["margins"].values())) for gate in gates]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"an answer of {url} has no trace of the gate") from error
 
 
 def served_answers(

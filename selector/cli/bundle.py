@@ -1,8 +1,8 @@
-"""`inducekv-bundle`: inspect, verify, compare, evaluate, teach, shorten, import, sign and publish bundles, fit their
-gates, and check audit chains.
+"""`inducekv-bundle`: inspect, verify, evaluate, teach, shorten, import, sign and publish bundles, fit their gates, and
+check audit chains.
 
-Exit status: 0 for success, 1 if `diff` finds a difference or `publish` a server that serves another version, 2 for an
-error, printed in one line on standard error.
+Exit status: 0 for success, 1 if `publish` finds a server that serves another version, 2 for an error, printed in one
+line on standard error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Subcommand(NamedTuple):
 SUBCOMMANDS: Final = {
     "inspect": Subcommand("inspect", "show what a bundle holds"),
     "verify": Subcommand("verify", "check a bundle, its model and who has signed it"),
-    "diff": Subcommand("diff", "list how two bundles differ"),
     "eval": Subcommand("evaluate", "count right answers with a bundle and without, and what its gate decides"),
     "teach": Subcommand("teach", "add facts to a bundle, or make one of facts alone"),
     "forget": Subcommand("forget", "leave out entries, facts and tasks"),

@@ -17,7 +17,7 @@ from inducekv_vllm.errors import BundleError
 from inducekv_vllm.facts import FactFound
 
 from ..client import Server
-from .asking import Decided, facts_in, served_answers, served_decisions, served_name
+from .asking import Decided, decisions_in, facts_in, served_answers, served_decisions, served_name
 from .columns import ColumnOptions, columns_of
 from .common import SUCCESS, add_bundle, print_table
 from .flags import add_flags
@@ -126,9 +126,9 @@ def _by_server(options: argparse.Namespace, bundle: Bundle, examples: Sequence[E
     name, max_tokens = served_name(options.url, options.path.stem, bundle.digest), _max_tokens(examples)
     base, has_facts = Server.from_environment(options.url).base_model(name), bool(bundle.metadata.facts)
     without = served_answers(options.url, base, examples, max_tokens)
-    with_memory = served_answers(options.url, name, examples, max_tokens, trace=has_facts)
+    with_memory = served_answers(options.url, name, examples, max_tokens, trace=has_facts or bundle.gate is not None)
     rows = accuracies(examples, *([answer.text for answer in answers] for answers in (without, with_memory)))
-    decisions = [] if bundle.gate is None else served_decisions(options.url, name, examples)
+    decisions = [] if bundle.gate is None else decisions_in(with_memory, options.url)
     return _Answered(rows, decisions, facts_in(with_memory, options.url) if has_facts else [])
 
 

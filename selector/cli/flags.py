@@ -1,4 +1,4 @@
-"""Command-line flags and TOML keys from the fields of `Settings`.
+"""Command-line flags from the fields of `Settings`.
 
 A field with a `Flag` becomes `--its-name`; its type, choices, default and help text come from the field.
 """
@@ -6,10 +6,8 @@ A field with a `Flag` becomes `--its-name`; its type, choices, default and help 
 from __future__ import annotations
 
 import argparse
-import tomllib
 import types
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -67,40 +65,6 @@ def add_flags(
             parser.add_argument(option, choices=tuple(choices), **options)
         else:
             parser.add_argument(option, type=kind, metavar=flag.metavar, required=field.is_required(), **options)
-
-
-def toml_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """The settings of `--config FILE` as flags, to go before `arguments`, which therefore win.
-
-    Raises:
-        ConfigError: the file cannot be read, or has a key that is no flag or a value of the wrong kind.
-    """
-    finder = Parser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
-    path = finder.parse_known_args(list(arguments))[0].config
-    if path is None:
-        return []
-    try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the settings: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-    actions = {action.option_strings[0]: action for action in parser._actions if action.option_strings}
-    flags: list[str] = []
-    for name, value in settings.items():
-        flag = f"--{name.replace('_', '-')}"
-        if flag not in actions or flag in ("--config", "--help", "-h"):
-            raise ConfigError(f"{path}: unknown setting {name!r}")
-        if actions[flag].nargs == 0:
-            if not isinstance(value, bool):
-                raise ConfigError(f"{path}: {name} must be true or false, found {value!r}")
-            flags += [flag] if value else []
-        elif isinstance(value, bool | list | dict):
-            raise ConfigError(f"{path}: {name} must be a number or a string, found {value!r}")
-        else:
-            flags += [f"{flag}={value}"]
-    return flags
 
 
 def error_line(program: str, error: InduceKVError) -> str:

@@ -59,7 +59,6 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "temperature": f"{float(bundle.temperature):.6g}",
         "value gates": f"{float(gates.min()):.4g} to {float(gates.max()):.4g}",
         "layer bias": f"{float(bias.min()):.4g} to {float(bias.max()):.4g}",
-        "adapter": metadata.adapter or "none",
         "backbone": f"{backbone.architecture}, {backbone.num_layers} layers, {_heads(backbone)}, "
         f"hidden size {backbone.hidden_size}",
         "rope": backbone.rope,

@@ -128,7 +128,7 @@ def _load(options: SelectOptions, recipe: Recipe[Any]) -> Backbone:
 
 def _check_paths(options: SelectOptions) -> None:
     data = (options.task, options.document, options.validation, options.base, options.background, options.near_misses)
-    require_output(options.output, options.previous, *data, options.config, folder_is_made=True)
+    require_output(options.output, options.previous, *data, folder_is_made=True)
     if options.publish:
         require_address(options.publish)
 

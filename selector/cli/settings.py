@@ -21,7 +21,7 @@ from ..recipes import DEFAULT, RECIPES, recipes_for, settings_after
 from ..runtime.settings import Flag, Settings
 from ..update.recipe import Input, Recipe
 from .columns import ColumnOptions
-from .flags import Parser, add_flags, flag_fields, option_of, toml_arguments
+from .flags import Parser, add_flags, flag_fields, option_of
 from .gate_questions import BACKGROUND, NEAR_MISSES
 
 PROGRAM: Final = "inducekv-select"
@@ -69,7 +69,6 @@ class SelectOptions(ColumnOptions):
         str | None, Flag("servers stop using the new entries then: a date, or an age such as 90d", metavar="DATE")
     ] = None
     allow_worse: Annotated[bool, Flag("write the bundle even if it does no better than no memory")] = False
-    config: Annotated[Path | None, Flag("a TOML file of these settings; flags win")] = None
     device: Annotated[str, Flag("torch device of the model: cpu, cuda, cuda:1", metavar="DEVICE")] = "cpu"
     dtype: Annotated[
         Literal["float32", "bfloat16"],
@@ -90,11 +89,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[SelectOptions, dic
     """The command's own options, and the recipe settings that were given.
 
     Raises:
-        ConfigError: an unknown flag or TOML key, or a value of the wrong type.
+        ConfigError: an unknown flag, or a value of the wrong type.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
-    values = vars(parser.parse_args([*toml_arguments(parser, given), *given]))
+    values = vars(_parser().parse_args(sys.argv[1:] if arguments is None else arguments))
     options = {name: values.pop(name) for name in flag_fields(SelectOptions) if name in values}
     return SelectOptions(**options), values
 

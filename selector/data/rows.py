@@ -6,13 +6,13 @@ The format is found by the content; of text that is neither JSON nor Parquet by 
 from __future__ import annotations
 
 import codecs
-import io
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, TextIO
+from typing import Any, BinaryIO, Final, Literal
 
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.files.regular import open_regular
@@ -21,10 +21,12 @@ from .encoding import in_utf8
 from .tables import table_rows
 
 Row = tuple[str, dict[str, Any] | TaskDataError]  # where it is, for messages, and its values, or what is wrong with it
-Format = Literal["table", "array", "documents", "lines"]
+Format = Literal["table", "values", "lines"]
 MAX_EXAMPLE_BYTES: Final = 4 * 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30  # all of a task's text is held in memory
 _CHUNK: Final = 2**16
+_VALUE: Final = re.compile(r"[^ \t\r\n]")  # its first letter
+_DECODER: Final = json.JSONDecoder()
 _PARQUET: Final = b"PAR1"
 _ARCHIVES: Final = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x1f\x8b")  # .xlsx and other ZIP files, .xls, gzip
 
@@ -79,10 +81,8 @@ def _text_rows(file: BinaryIO, source: Path) -> Iterator[Row]:
             yield from table_rows(file, source, MAX_EXAMPLE_BYTES)
         case "lines":
             yield from _jsonl_rows(file, source)
-        case kind:
-            items = array_items if kind == "array" else _documents
-            with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
-                yield from _item_rows(items(text, source), source)
+        case "values":
+            yield from _item_rows(_values(file.read().decode("utf-8-sig"), source), source)
 
 
 def _format_of(begin: bytes, source: Path) -> Format:
@@ -90,10 +90,10 @@ def _format_of(begin: bytes, source: Path) -> Format:
     text = begin.removeprefix(codecs.BOM_UTF8).lstrip()
     if source.suffix.lower() in (".csv", ".tsv"):
         return "table"
-    if text.startswith(b"{") and _goes_on(text):
-        return "documents"
-    if text.startswith(b"[") or (source.suffix == ".json" and not text.startswith(b"{")):
-        return "array"
+    if text.startswith(b"[") or (text.startswith(b"{") and _goes_on(text)):
+        return "values"
+    if source.suffix == ".json" and text and not text.startswith(b"{"):
+        raise TaskDataError(f"{source}: expected a JSON array of examples, found {text.decode(errors='replace')!r:.20}")
     if source.suffix == ".jsonl" or text.startswith((b"{", b'"')) or not text:
         return "lines"
     return "table"
@@ -159,60 +159,17 @@ def _item_rows(items: Iterable[Any], source: Path) -> Iterator[Row]:
         yield place, _checked(item, place)
 
 
-def _documents(file: TextIO, source: Path) -> Iterator[Any]:
-    """JSON values one after the other, each over as many lines as it takes: one object, or what `jq` prints."""
-    decoder = json.JSONDecoder()
-    rest = _read_on("", file)
+def _values(text: str, source: Path) -> Iterator[Any]:
+    """JSON values one after the other, each over as many lines as it takes, or the items of one array."""
+    at = 0
     for number in itertools.count(1):
-        item, rest = _first_item(rest, file, decoder, f"{source}, item {number}")
-        yield item
-        if not (rest := _read_on(rest, file)):
+        if (begin := _VALUE.search(text, at)) is None:
             return
-
-
-def array_items(file: TextIO, source: Path) -> Iterator[Any]:
-    """The items of a JSON array, of which never more than a few are in memory."""
-    decoder = json.JSONDecoder()
-    rest = _read_on("", file)
-    if not rest:
-        return
-    if not rest.startswith("["):
-        raise TaskDataError(f"{source}: expected a JSON array of examples, found {rest!r:.20}")
-    rest = _read_on(rest[1:], file)
-    if not rest.startswith("]"):
-        for number in itertools.count(1):
-            item, rest = _first_item(rest, file, decoder, f"{source}, item {number}")
-            yield item
-            rest = _read_on(rest, file)
-            if not rest.startswith(","):
-                break
-            rest = _read_on(rest[1:], file)
-    if not rest.startswith("]") or _read_on(rest[1:], file):
-        raise TaskDataError(f"{source}: malformed JSON: expected the end of the array, found {rest!r:.20}")
-
-
-def _read_on(rest: str, file: TextIO) -> str:
-    """What follows after white space; empty at the end of the file."""
-    while not (rest := rest.lstrip(" \t\r\n")):
-        if not (rest := file.read(_CHUNK)):
-            break
-    return rest
-
-
-def _first_item(rest: str, file: TextIO, decoder: json.JSONDecoder, place: str) -> tuple[Any, str]:
-    """The JSON value that a text begins with, and what follows it; reads on while it is not complete."""
-    while True:
         try:
-            item, end = decoder.raw_decode(rest)
+            value, at = _DECODER.raw_decode(text, begin.start())
         except (ValueError, RecursionError) as error:
-            more = file.read(max(len(rest), _CHUNK))
-            if len(rest) > MAX_EXAMPLE_BYTES:
-                raise TaskDataError(f"{place}: malformed JSON, or longer than {MAX_EXAMPLE_BYTES} bytes") from error
-            if not more:
-                raise TaskDataError(f"{place}: malformed JSON: {error}") from error
-            rest += more
-        else:
-            return item, rest[end:]
+            raise TaskDataError(f"{source}, item {number}: malformed JSON: {error}") from error
+        yield from value if isinstance(value, list) else (value,)
 
 
 def _checked(value: Any, place: str) -> dict[str, Any] | TaskDataError:

@@ -15,7 +15,6 @@ from torch import Tensor
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import TaskDataError
 
-from ..runtime.checkpoint import Checkpoint
 from ..update.coverage import Coverage
 from .calibration import Calibration, fit, leaf
 from .settings import SelectionSettings
@@ -49,7 +48,7 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class SelectionState:
-    """All that an interrupted run needs to resume."""
+    """Weights and calibration after some iterations."""
 
     weights: Tensor  # [N] float64: w
     calibration: Calibration
@@ -162,35 +161,3 @@ def outer_step(weights: Tensor, gradient: Tensor, settings: SelectionSettings) -
         uniform = settings.budget / len(weights)
         gradient = gradient * (uniform / largest) if largest > 0 else gradient
     return project(weights - settings.outer_step * gradient, settings.budget)
-
-
-def save_state(checkpoint: Checkpoint | None, name: str, state: SelectionState) -> None:
-    """Raises ConfigError: the file cannot be written; the previous state stays."""
-    if checkpoint is None:
-        return
-    calibration = state.calibration
-    tensors = {
-        "weights": state.weights,
-        "phi": calibration.phi,
-        "mean": calibration.mean,
-        "square": calibration.square,
-    }
-    progress = {
-        "iteration": state.iteration,
-        "steps": calibration.steps,
-        "history": [record.as_json() for record in state.history],
-    }
-    checkpoint.write(name, tensors, progress)
-
-
-def load_state(checkpoint: Checkpoint | None, name: str) -> SelectionState | None:
-    """The state saved last under `name`, if any. Raises ConfigError: the file is damaged."""
-    if checkpoint is None or (saved := checkpoint.read(name)) is None:
-        return None
-    tensors, progress = saved
-    try:
-        history = tuple(IterationRecord(**record) for record in progress["history"])
-        calibration = Calibration(tensors["phi"], tensors["mean"], tensors["square"], progress["steps"])
-        return SelectionState(tensors["weights"], calibration, progress["iteration"], history)
-    except (KeyError, TypeError) as error:
-        raise checkpoint.damaged(name, error) from error

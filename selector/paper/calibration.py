@@ -1,7 +1,7 @@
 """The inner problem: fit the calibration phi to the current task (paper, Eq. inner_rewrite).
 
-Adam is written out because its state carries over between outer iterations and is kept on disk. Without weight decay it
-equals the paper's AdamW; a test compares it with torch's.
+Adam is written out because its state carries over between outer iterations. Without weight decay it equals the paper's
+AdamW; a test compares it with torch's.
 
 Shapes: L layers.
 """

@@ -27,7 +27,7 @@ from ..update.coverage import Coverage
 from ..update.inputs import TaskInputs, check_fit
 from ..update.result import UpdateResult
 from ..update.settings import PAPER
-from .bilevel import SelectionProblem, SelectionResult, SelectionState, load_state, save_state, select
+from .bilevel import SelectionProblem, SelectionResult, SelectionState, select
 from .calibration import Calibration
 from .candidate_pool import CandidatePool
 from .objective import Objective
@@ -123,24 +123,21 @@ def _select_all(
     pairs: Sequence[tuple[float, float]],
     run: Run,
 ) -> list[SelectionResult]:
-    """Optimise and round for every pair, resuming from the checkpoint."""
+    """Optimise and round for every pair."""
     backbone = objective.scorer.backbone
     coverage = Coverage.of_keys(objective.pool.keys, settings.budget)
     results = []
     with progress_bar("Selecting entries", len(pairs) * settings.iterations, run.progress) as advance:
         for number, (beta, gamma) in enumerate(pairs):
-            name = f"beta-{beta}-gamma-{gamma}"
-            state = load_state(run.checkpoint, name) or SelectionState.initial(
-                len(objective.pool), settings.budget, Calibration.initial(backbone.num_layers)
-            )
+            calibration = Calibration.initial(backbone.num_layers)
+            state = SelectionState.initial(len(objective.pool), settings.budget, calibration)
 
-            def save(state: SelectionState, name: str = name, done: int = number * settings.iterations) -> None:
-                save_state(run.checkpoint, name, state)
+            def show(state: SelectionState, done: int = number * settings.iterations) -> None:
                 advance(done + state.iteration, f"J {state.history[-1].objective:.4f}")
 
             with tiled_attention(backbone):
                 problem = SelectionProblem(objective, coverage, settings, beta, gamma, len(objective.anchors) > 0)
-                state = select(problem, state, after_iteration=save)
+                state = select(problem, state, after_iteration=show)
                 bundle = _round(inputs, objective, settings, beta, gamma, state)
                 memory = TensorMemory.from_bundle(bundle)
                 loss = objective.scorer.mean_loss(validation, memory) if len(validation) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from inducekv_vllm.bundle import Bundle
 
-from ..backbone.bundled_model import BundledModel, openings
+from ..backbone.bundled_model import BundledModel
 from ..backbone.scoring import Questions, Scorer
 from ..gate.fit import FittedGate
 from ..update.answers import MOST_BASE, answers_of, shares, some
@@ -59,7 +59,6 @@ def report_update(
             "misses": fitted.misses,
             "warnings": list(fitted.warnings),
             "prices": [asdict(price) for price in fitted.prices],
-            "openings": _openings(with_bundle, bundle, inputs),
         },
         "memory_bytes": memory_bytes(bundle),
         "validation_nll": None,
@@ -92,26 +91,3 @@ def _of_candidate(candidate: Candidate) -> dict[str, Any]:
         "steps": candidate.training.step,
         "nll": candidate.mean_loss,
     }
-
-
-def _openings(model: BundledModel, bundle: Bundle, inputs: TaskInputs) -> list[dict[str, Any]]:
-    """How often the gate opens, by task and kind of question; the gate was fitted to all of them."""
-    rates = []
-    for split, examples in (
-        ("validation", inputs.validation),
-        ("anchors", inputs.anchors),
-        ("base", inputs.others.base),
-    ):
-        for task in dict.fromkeys(example.task for example in examples):
-            asked = [example for example in examples if example.task == task]
-            shares = openings(bundle, task, model.evidence(asked))
-            rates.append(
-                {
-                    "task": task,
-                    "split": split,
-                    "questions": len(asked),
-                    "opened": shares["opened"],
-                    "routed_to_own_task": None if split == "base" else shares["own_task"],
-                }
-            )
-    return rates

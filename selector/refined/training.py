@@ -76,13 +76,10 @@ class TrainingSettings(Protocol):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step's loss and the calibration before the step."""
+    """A step's loss."""
 
     step: int
     current: float
-    temperature: float
-    value_gate: float  # mean over the layers
-    layer_bias: float  # mean over the layers
 
 
 def train(
@@ -180,15 +177,7 @@ class Training:
         if not all(bool(tensor.isfinite().all()) for tensor in (loss, *by_name.values())):
             raise TaskDataError(f"the loss or its gradient is not finite in step {self.step}; nothing was written")
 
-        self.history.append(
-            StepRecord(
-                step=self.step,
-                current=float(loss.detach()),
-                temperature=float(memory.temperature.detach()),
-                value_gate=float(memory.value_gates.detach().mean()),
-                layer_bias=float(memory.layer_bias.detach().mean()),
-            )
-        )
+        self.history.append(StepRecord(self.step, float(loss.detach())))
         for name, gradient in clipped(self._of_trained_layers(by_name)).items():
             trained[name].grad = gradient
         decay = 0.5 * (1 + math.cos(math.pi * self.step / self.settings.steps))

@@ -1,7 +1,7 @@
 """The base of all settings: validated when they are made, with errors in one wording.
 
-A field with a `Flag` is also a command-line flag and a key of a TOML file; `selector.cli.flags` reads the type, the
-bounds, the default and the help text from the field.
+A field with a `Flag` is also a command-line flag; `selector.cli.flags` reads the type, the bounds, the default and the
+help text from the field.
 """
 
 from __future__ import annotations

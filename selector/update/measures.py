@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from inducekv_vllm.bundle import ENTRY_AXES, Bundle, EntryRecord
@@ -53,10 +51,3 @@ def logdet(keys: Tensor) -> float:
     """How a set of unit keys [B, d] spreads: log det of its coverage matrix."""
     B = len(keys)
     return -float(Coverage.of_keys(keys, B).value(torch.ones(B, dtype=torch.float64)))
-
-
-def pairwise_cosines(keys: Tensor) -> NDArray[np.float64]:
-    """Cosines of all pairs i < j of unit vectors [B, d] (paper, Eq. selected_pairwise_cosine): [B (B - 1) / 2]."""
-    upper = np.triu_indices(len(keys), k=1)
-    cosines: NDArray[np.float64] = (keys.double() @ keys.double().T).clamp(-1, 1).numpy()[upper]
-    return cosines

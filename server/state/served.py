@@ -182,14 +182,6 @@ class ServedState(StateFile):
         ((number,),) = self._read("SELECT count(*) FROM versions WHERE served")
         return int(number)
 
-    def users_of_adapter(self, adapter: str) -> list[str]:
-        """The names of bundles that need a LoRA adapter, in alphabetical order."""
-        statement = (
-            "SELECT name FROM versions JOIN contents USING (digest) WHERE served AND metadata ->> 'adapter' = ? "
-            "ORDER BY name"
-        )
-        return [name for (name,) in self._read(statement, (adapter,))]
-
     def records(self, name: str) -> tuple[VersionRecord, ...]:
         """The versions of a name, served or not, the newest first."""
         rows = self._read(f"SELECT {RECORD} FROM versions WHERE name = ? ORDER BY number DESC", (name,))

@@ -52,7 +52,7 @@ def series() -> set[str]:
 @pytest.mark.parametrize("is_decided", [False, True])
 def test_a_request_that_fails(metrics: BundleMetrics, error: BaseException, is_counted: bool, is_decided: bool) -> None:
     def fail() -> None:
-        with observing([(metrics, MEMORY)], None, tracing=False) as observed:
+        with observing([metrics]) as observed:
             if is_decided:
                 observed.decided(OPEN)
             raise error
@@ -65,7 +65,7 @@ def test_a_request_that_fails(metrics: BundleMetrics, error: BaseException, is_c
 
 
 def test_a_request_that_outlives_its_name_begins_no_series(metrics: BundleMetrics) -> None:
-    with observing([(metrics, MEMORY)], None, tracing=False) as observed:
+    with observing([metrics]) as observed:
         metrics.end()
         following = BundleMetrics("observed")  # loaded again
         following.begin(MEMORY)

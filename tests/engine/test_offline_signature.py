@@ -23,6 +23,7 @@ def test_only_signed_bundles_are_loaded(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "public.pem").write_bytes(pem)
     monkeypatch.setattr(offline, "backbone_fingerprint", lambda *_: FINGERPRINT)
     monkeypatch.setattr(offline, "placeholder_ids", lambda _: set())
+    monkeypatch.setattr(offline, "note_pictures", lambda _: None)
     told: list[str] = []
 
     def rpc(method: str, args: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -33,7 +34,7 @@ def test_only_signed_bundles_are_loaded(tmp_path: Path, monkeypatch: pytest.Monk
     model = SimpleNamespace(model="m", revision=None, hf_config=None)
     load = SimpleNamespace(download_dir=None)
     config = SimpleNamespace(additional_config=settings, model_config=model, load_config=load)
-    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=rpc)
+    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, renderer=None), collective_rpc=rpc)
     memories = offline.MemoryLLM(llm)
 
     bundle = random_bundle()

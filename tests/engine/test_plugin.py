@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_specs_survive_the_journey() -> None:
     for decided in (Decided(decisions[:1]), Decided(decisions[1:3]), Decided(decisions[3:])):
         assert Decided.unpack(decided.pack()) == decided
     assert parse_specs(None) == parse_specs({}) == parse_specs({"other": 1}) == ()
-    for broken in ([{"bundle": "x"}], [decide.to_extra_args(), memory.to_extra_args()], {"bundle": "x"}):
+    for broken in ([{"bundle": "x"}], [asdict(decide), asdict(memory)], {"bundle": "x"}):
         with pytest.raises(ValueError, match="no list of specs of one kind"):
             parse_specs({"inducekv": broken})
 

@@ -209,22 +209,21 @@ def test_a_tenants_facts_come_first_and_nobody_elses_are_found(served: MemoryEng
         assert found("Lima", "of bolt", "of acme") == [None, "amil 4"]  # facts alone, without a pass
 
 
-def test_adapters_go_together_with_facts_alone_or_with_the_same(world: World) -> None:
+def test_adapters_go_together_with_facts_alone(world: World) -> None:
     plain = world.bundles["acme"].metadata
     routed = plain.model_copy(
         update={"task_adapters": (AdapterRecord(task="u", path="u", digest="0" * 64, rank=1),), "entries": ()}
     )
-    facts, styled = plain.model_copy(update={"entries": ()}), plain.model_copy(update={"adapter": "style"})
+    facts = plain.model_copy(update={"entries": ()})
     memories = {
         name: ServedBundle(metadata, "/nowhere", 0)
-        for name, metadata in {"plain": plain, "routed": routed, "facts": facts, "styled": styled}.items()
+        for name, metadata in {"plain": plain, "routed": routed, "facts": facts}.items()
     }
-    for names in (("routed", "facts"), ("facts", "routed"), ("plain", "facts"), ("styled", "styled"), ("routed",)):
+    for names in (("routed", "facts"), ("facts", "routed"), ("plain", "facts"), ("routed",)):
         require_together([memories[name] for name in names])
     for names, reason in (
         (("routed", "plain"), r"sends tasks to LoRA adapters cannot act .* in vllm_xargs, by inducekv_memories"),
         (("plain", "routed"), "sends tasks to LoRA adapters cannot act"),
-        (("styled", "facts"), r"need different LoRA adapters \(none and style\)"),
     ):
         with pytest.raises(VLLMValidationError, match=reason):
             require_together([memories[name] for name in names])

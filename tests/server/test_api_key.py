@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -39,6 +40,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     registry = begin(InduceKVConfig(), Workers(), tmp_path / "state")
     await registry.load("m", str(tmp_path / "a.safetensors"))
     app.state.inducekv_registry = registry
+    app.state.inducekv_engine = SimpleNamespace(facts=SimpleNamespace(judged=None))
     app.state.inducekv_access = Access([str(tmp_path)], "admin")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         yield client

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from inducekv_vllm.bundle import write_bundle
-from tests.bundles import random_bundle, remade
+from tests.bundles import random_bundle
 from tests.engine.parity import TOLERANCE, World, largest_deviation, prompts
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_of_stream, trace_at, trace_of
 
@@ -158,11 +158,6 @@ class TestRefusals:
         path = tmp_path / "foreign.safetensors"
         write_bundle(random_bundle(), path)
         self.refused(bundles.load("new", path), "hidden_size")
-
-    def test_of_an_adapter_the_server_has_not(self, bundles: Bundles, world: World, tmp_path: Path) -> None:
-        path = tmp_path / "adapted.safetensors"
-        write_bundle(remade(world.bundles["other"], adapter="style"), path)
-        self.refused(bundles.load("new", path), "LoRA adapter 'style'")
 
     def test_of_an_unknown_bundle_to_unload(self, bundles: Bundles) -> None:
         self.refused(bundles.unload("nobody"), "nobody", status=404)

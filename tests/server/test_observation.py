@@ -1,8 +1,7 @@
-"""What a running server shows of its bundles: metrics, spans, the state of one bundle, and the model of its name."""
+"""What a running server shows of its bundles: metrics, the state of one bundle, and the model of its name."""
 
 from __future__ import annotations
 
-import secrets
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import inducekv_vllm
 from inducekv_vllm.bundle import Bundle
 from tests.engine.parity import Prompt, World
-from tests.server.collector import Collector
-from tests.server.http import TRACED, Bundles, ask, trace_of, wait_until
+from tests.server.http import TRACED, Bundles, ask, trace_of
 
 
 class Metrics:
@@ -153,37 +151,3 @@ def test_the_server_says_its_versions(server: str) -> None:
     about = httpx.get(f"{server}/v1/memory_server").json()
     assert about["version"] == inducekv_vllm.__version__
     assert about["vllm_version"] == httpx.get(f"{server}/version").json()["version"]
-
-
-class TestSpans:
-    @pytest.fixture
-    def traced(self) -> tuple[str, dict[str, str]]:
-        """The id of a trace, and the headers that a client within it sends."""
-        trace_id = secrets.token_hex(16)
-        parent = f"00-{trace_id}-{secrets.token_hex(8)}-01"
-        return trace_id, {"traceparent": parent, "Authorization": f"Bearer {trace_id}"}  # whose keys are not cached
-
-    def test_a_request_is_the_child_of_a_span_that_says_what_memory_did(
-        self,
-        client: openai.OpenAI,
-        bundles: Bundles,
-        collector: Collector,
-        gated_bundle: tuple[Bundle, Path],
-        questions: list[Prompt],
-        traced: tuple[str, dict[str, str]],
-    ) -> None:
-        trace_id, headers = traced
-        with bundles.loaded("spanned", gated_bundle[1]):
-            trace = trace_of(ask(client, "spanned", questions[2], extra_body=TRACED, extra_headers=headers))
-        wait_until(lambda: len(collector.of_trace(trace_id)) == 2, seconds=20)
-        (ours,) = [span for span in collector.of_trace(trace_id) if span.name == "inducekv_request"]
-        (engine,) = [span for span in collector.of_trace(trace_id) if span.name == "llm_request"]
-        assert ours.parent_id == headers["traceparent"].split("-")[2]
-        assert engine.parent_id == ours.span_id
-        found = {name.removeprefix("inducekv."): value for name, value in ours.attributes.items()}
-        assert (found["bundle"], found["digest"]) == ("spanned", gated_bundle[0].digest)
-        assert (found["gate"], found["task"], found["decision.source"]) == ("open", "b", "computed")
-        assert found["gate.margin"] == pytest.approx(trace["gate"]["margins"]["b"])
-        assert found["entries"] == len(trace["entries"])
-        assert 1e3 * found["decision.seconds"] == pytest.approx(trace["timings"]["decision_ms"])
-        assert not ours.is_error

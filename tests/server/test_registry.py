@@ -251,37 +251,21 @@ def with_metadata(checked: Checked, **changes: Any) -> Checked:
     return replace(checked, memory=replace(memory, metadata=memory.metadata.model_copy(update=changes)))
 
 
-class TestAdapters:
-    """LoRA beside memory: the tables agree, and neither side's routes touch the other's names."""
-
-    @pytest.fixture
-    def styled(self, registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Registered:
-        """The server has an adapter "style"; every bundle read names it."""
-        registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
-        read = registered.registry._reader._read
-
-        def read_styled(*arguments: Any) -> Checked:
-            return with_metadata(read(*arguments), adapter="style")
-
-        monkeypatch.setattr(registered.registry._reader, "_read", read_styled)
-        guard_adapters(registered.models, registered.registry)
-        return registered
-
-    async def test_names_are_not_shared(self, styled: Registered) -> None:
-        with pytest.raises(ConfigError, match="taken by a LoRA adapter"):
-            await styled.load("style", "other")
-
-    async def test_loras_routes_leave_bundles_and_their_adapters_alone(self, styled: Registered) -> None:
-        await styled.load("m", "other")
-        before = dict(styled.models.lora_requests)
-        for name in ("m", "style", "m@0123456789ab"):
-            body: Any = SimpleNamespace(lora_name=name, lora_path="/else", load_inplace=True)
-            for change in (styled.models.load_lora_adapter, styled.models.unload_lora_adapter):
-                answer = await change(body)
-                assert isinstance(answer, ErrorResponse)
-                assert answer.error.code == 400
-                assert name in answer.error.message
-        assert styled.models.lora_requests == before
+async def test_loras_routes_and_names_leave_bundles_alone(registered: Registered) -> None:
+    registered.models.lora_requests["style"] = LoRARequest("style", 77, "/style")
+    guard_adapters(registered.models, registered.registry)
+    with pytest.raises(ConfigError, match="taken by a LoRA adapter"):
+        await registered.load("style", "other")
+    await registered.load("m", "other")
+    before = dict(registered.models.lora_requests)
+    for name in ("m", "m@0123456789ab"):
+        body: Any = SimpleNamespace(lora_name=name, lora_path="/else", load_inplace=True)
+        for change in (registered.models.load_lora_adapter, registered.models.unload_lora_adapter):
+            answer = await change(body)
+            assert isinstance(answer, ErrorResponse)
+            assert answer.error.code == 400
+            assert name in answer.error.message
+    assert registered.models.lora_requests == before
 
 
 async def test_a_server_whose_workers_know_no_memory_is_refused() -> None:

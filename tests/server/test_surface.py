@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.surface import surface
 
-MOST = 173
+MOST = 170
 
 
 def test_no_more_than_are_needed() -> None:

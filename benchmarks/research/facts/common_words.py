@@ -9,7 +9,8 @@ import json
 from collections import Counter
 from typing import Any
 
-from inducekv_vllm.facts.language import COMMON_WORDS, languages
+from inducekv_vllm.facts.language import COMMON_WORDS, Language, languages
+from inducekv_vllm.facts.text import normalised
 from selector.gate.background import everyday_requests
 
 
@@ -18,11 +19,15 @@ def common_words() -> dict[str, dict[str, Any]]:
     counted: dict[str, dict[str, Any]] = {}
     for code, language in languages().items():
         requests = [request.text for request in everyday_requests() if request.language == code]
-        counts = Counter(stem for text in requests for stem in set(language.stems(text)) if stem.isalpha())
+        counts = Counter(stem for text in requests for stem in stems_of(text, language) if stem.isalpha())
         if requests:
             several = {stem: count for stem, count in sorted(counts.items()) if count > 1}
             counted[code] = {"requests": len(requests), "stems": several}
     return counted
+
+
+def stems_of(text: str, language: Language) -> set[str]:
+    return {language.stem(word.text) for word in language.words(normalised(text))}
 
 
 def written(counted: dict[str, dict[str, Any]]) -> str:

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from benchmarks.research.published.scorers.scored import Prediction, Question
 from inducekv_vllm.errors import TaskDataError
-from selector.data.rows import array_items
 
 MAX_JSON_BYTES: Final = 1 << 30  # of a file that is read as a whole
 MAX_LINE_BYTES: Final = 1 << 22
@@ -27,17 +26,14 @@ def require_folder(data: Path) -> Path:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON array, of which a few are in memory. Raises TaskDataError: names the file and the row."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, row in enumerate(array_items(file, path), start=1):
-                if not isinstance(row, dict):
-                    raise TaskDataError(f"{path}, item {number}: expected a JSON object, found {row!r:.40}")
-                yield row
-    except OSError as error:
-        raise TaskDataError(f"{path}: cannot read the file: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TaskDataError(f"{path}: expected UTF-8 text: {error}") from error
+    """The objects of a JSON array. Raises TaskDataError: names the file and the row."""
+    rows = read_table(path)
+    if not isinstance(rows, list):
+        raise TaskDataError(f"{path}: expected a JSON array, found {rows!r:.40}")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise TaskDataError(f"{path}, item {number}: expected a JSON object, found {row!r:.40}")
+        yield row
 
 
 def read_table(path: Path) -> Any:

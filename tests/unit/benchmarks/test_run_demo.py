@@ -1,4 +1,4 @@
-"""What the demonstration asks and counts, and that SmolLM2's memory, a tiny model's here, is taught once."""
+"""What the demonstration asks and counts, and that a real model's memory, a tiny one's here, is taught once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import openai
 import pytest
 from rich.console import Console
 
-from benchmarks.demo import run_demo, smollm2
+from benchmarks.demo import real, run_demo
 from benchmarks.demo.run_demo import MEMORY, Reply, about_pictures, about_text
 from inducekv_vllm.bundle import read_bundle
 from inducekv_vllm.errors import ConfigError
@@ -21,13 +21,13 @@ QUICK = ("--steps=2", "--batch-size=2", "--precision=float32", "--learning-rate=
 
 
 @pytest.mark.slow
-def test_smollm2_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_real_model_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, console = FAMILIES["llama"](tmp_path / "model"), Console(quiet=True)
-    monkeypatch.setattr(smollm2, "SETTINGS", (*QUICK, "--allow-worse"))
-    monkeypatch.setattr(smollm2, "BASE_SIZES", SIZES)
-    bundle = smollm2.teach(tmp_path / "demo", model, console, MadeUp(), SIZES)
+    monkeypatch.setattr(real, "SETTINGS", (*QUICK, "--allow-worse"))
+    monkeypatch.setattr(real, "BASE_SIZES", SIZES)
+    bundle = real.teach(tmp_path / "demo", model, console, MadeUp(), SIZES)
     metadata = read_bundle(bundle).metadata
-    assert metadata.tasks == smollm2.TASKS
+    assert metadata.tasks == real.TASKS
     assert metadata.form == "decoupled"
     asked = list(about_text(tmp_path / "demo" / "data", ("base", "valence"), "test", 2))
     assert [question.task for question in asked] == ["base", "base", "valence", "valence"]
@@ -36,11 +36,11 @@ def test_smollm2_is_taught_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     def refuse(_: object) -> int:
         return 2
 
-    monkeypatch.setattr(smollm2, "select", refuse)
-    assert smollm2.teach(tmp_path / "demo", model, console, MadeUp(), SIZES) == bundle
+    monkeypatch.setattr(real, "select", refuse)
+    assert real.teach(tmp_path / "demo", model, console, MadeUp(), SIZES) == bundle
     bundle.unlink()
     with pytest.raises(ConfigError, match="language was not taught"):
-        smollm2.teach(tmp_path / "demo", model, console, MadeUp(), SIZES)
+        real.teach(tmp_path / "demo", model, console, MadeUp(), SIZES)
 
 
 def test_the_table_counts_the_right_answers_of_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def with_one(tensor: torch.Tensor, value: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     "bundle",
     [
-        random_bundle(settings={"seed": 3, "grid": [0.1, 0.3], "name": 'Größe \u2028 "x"'}, adapter="lora-a"),
+        random_bundle(settings={"seed": 3, "grid": [0.1, 0.3], "name": 'Größe \u2028 "x"'}),
         random_bundle(num_entries=7, payload_tokens=8),
         random_gated_bundle(gate=random_gate(marks=TurnMarks((3, 1), 4))),
     ],
@@ -168,7 +168,6 @@ def test_created_tensors_are_copies() -> None:
         {"layer_bias": torch.tensor([0.0, 0.0, 1e-3])},
         {"payload_keys": PLAIN.payload_values, "payload_values": PLAIN.payload_keys},
         {"payload_values": with_one(PLAIN.payload_values, 0.25)},
-        {"adapter": "a"},
         {"parent_digest": "f" * 64},
         {"budget": 6},
         {"backbone": FINGERPRINT.model_copy(update={"tokenizer_digest": "1" * 64})},

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from inducekv_vllm.backbone.pair_classifier import AT_ONCE, NOT_READ, PairClassifier
 from inducekv_vllm.errors import UnsupportedModel
-from inducekv_vllm.facts import Pair
+from inducekv_vllm.judge import Pair
 from tests.tiny_encoders import save_classifier
 
 CODE = "What is the code of Lima?"

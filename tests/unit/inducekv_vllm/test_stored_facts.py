@@ -12,7 +12,8 @@ import pytest
 from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.backbone.stored_facts import REFUSED, StoredAnswers, StoredQuestions
 from inducekv_vllm.bundle import FactRecord
-from inducekv_vllm.facts import FactFound, FactMissed, Pair
+from inducekv_vllm.facts import FactFound, FactMissed
+from inducekv_vllm.judge import Pair
 from inducekv_vllm.teaching import fact_of
 from tests.tiny_families import FAMILIES
 

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.research.continual.results import Finished, FinishedRun, describe_runs
 from benchmarks.research.drawing import COLOURS, STROKES, blank, finite, name_ticks
 from selector.backbone.extraction import extract_keys
-from selector.update.measures import logdet, pairwise_cosines
+from selector.update.measures import logdet
 
 SELECTED, WITHOUT_COVERAGE, RANDOM = "selected", "without_coverage", "random"
 NO_COVERAGE = "paper_no_coverage"  # the method
@@ -126,3 +127,10 @@ def plot(measured: dict[str, Any]) -> Figure:
         axes.set(xlabel="after task", ylabel=axis)
     figure.axes[0].legend(frameon=False, fontsize=8)
     return figure
+
+
+def pairwise_cosines(keys: Tensor) -> NDArray[np.float64]:
+    """Cosines of all pairs i < j of unit vectors [B, d] (paper, Eq. selected_pairwise_cosine): [B (B - 1) / 2]."""
+    upper = np.triu_indices(len(keys), k=1)
+    cosines: NDArray[np.float64] = (keys.double() @ keys.double().T).clamp(-1, 1).numpy()[upper]
+    return cosines

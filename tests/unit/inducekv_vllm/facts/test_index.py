@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inducekv_vllm.facts import SAME, QuestionIndex, same_words
+from inducekv_vllm.facts import QuestionIndex, same_words
 from inducekv_vllm.facts.language import language_of
 from inducekv_vllm.facts.question import read
-from inducekv_vllm.facts.rule import compare
+from inducekv_vllm.facts.rule import SAME, compare
 
 CODE = "What is the code of {}?"
 NAMES = ("Lima", "Oslo", "Quito", "Cairo", "Seoul", "Paris", "Delhi", "Tunis", "Hanoi")

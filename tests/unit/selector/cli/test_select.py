@@ -18,7 +18,7 @@ from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
 from tests.task_data import record, write_task
 from tests.unit.selector.imitated import Request, imitated_server
-from tests.unit.selector.stream import PAPER, SELECT, Stream, full_disk, kill_when, stop
+from tests.unit.selector.stream import PAPER, Stream, full_disk, stop
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +89,6 @@ def test_the_first_task_searches_gamma_and_later_tasks_keep_it(stream: Stream, t
     assert stream.output("colours").read_bytes() == before
 
 
-@pytest.mark.slow  # test_select_refined.py kills the default recipe
-def test_killed_at_any_moment_it_ends_with_the_same_digest(
-    stream: Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = stream.update("colours", "--iterations", "12", "--anchors", str(tmp_path / "other anchors")).digest
-    stream.output("colours").unlink()
-    options = ("--iterations", "12", "--anchors", str(tmp_path / "anchors"))
-    progress = stream.progress("colours")
-    kill_when(lambda: list(progress.glob("beta-*.safetensors")), SELECT, *stream.arguments("colours", *options))
-    assert not stream.output("colours").exists()
-    assert stream.update("colours", *options).digest == expected
-    assert "resuming an earlier run" in capsys.readouterr().err
-    assert len(stream.report("colours")["history"]) == 12
-    assert not progress.exists()
-    assert len(anchors_in(tmp_path / "anchors")) == 1
-
-
 def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Stream
 ) -> None:
@@ -122,28 +105,6 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
         assert stream.output("colours").exists() is is_written
     assert stream.update("colours", *anchors).digest == whole.bundle("colours").digest
     assert anchors_in(tmp_path / "anchors") == [11]
-
-
-def test_a_settings_file_stands_behind_the_command_line(stream: Stream, tmp_path: Path) -> None:
-    settings = tmp_path / "settings.toml"
-    settings.write_text("beta = 0.25\ngamma = 0.3\nseed = 3\nallow_worse = true\n")
-    bundle = replace(stream, options=PAPER).update("colours", "--config", str(settings), "--seed", "4")
-    expected = {"beta": 0.25, "gamma": 0.3, "seed": 4}
-    assert expected.items() <= bundle.metadata.settings.items()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("colour = 3", "unknown setting 'colour'"),
-        ("beta = [1]", "beta must be a number or a string"),
-        ("allow_worse = 3", "allow_worse must be true or false"),
-        ("beta = ", "not TOML"),
-    ],
-)
-def test_a_wrong_settings_file_is_refused(stream: Stream, tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "settings.toml").write_text(text)
-    assert message in stream.refuse("colours", "--config", str(tmp_path / "settings.toml"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 from inducekv_vllm.facts.language import COMMON_WORDS, languages
+from inducekv_vllm.facts.text import normalised
 from selector.gate.background import everyday_requests
 
 
@@ -16,7 +17,8 @@ def test_they_are_what_the_command_writes() -> None:
         if not requests:
             assert code not in stored
             continue
-        counts = Counter(stem for text in requests for stem in set(language.stems(text)))
+        stems = [{language.stem(word.text) for word in language.words(normalised(text))} for text in requests]
+        counts = Counter(stem for each in stems for stem in each)
         several = {stem: count for stem, count in counts.items() if count > 1 and stem.isalpha()}
         assert stored[code] == {"requests": len(requests), "stems": several}
         assert list(stored[code]["stems"]) == sorted(several)

@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct with a memory of three real-data tasks: what `run_demo --model smollm2` shows.
+"""A real model with a memory of three real-data tasks: what `run_demo --real MODEL` shows.
 
-`inducekv-select` teaches it once, into the cache of the model's folder.
+`inducekv-select` teaches it once, into the cache of converted models.
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ from selector.cli.select import main as select
 
 TASKS: Final = ("valence", "airport", "language")
 # Memory that acts on the answer alone trains the answer's tokens alone: minutes on one core.
-SETTINGS: Final = (
-    "--steps=100",
-    "--batch-size=8",
-    "--precision=float32",
-    "--learning-rate=0.1",
-    "--activation=generation",
-)
-# float32, in which the memory is taught; vLLM's CPU attention wants blocks of a multiple of 32 tokens.
+SETTINGS: Final = ("--steps=100", "--batch-size=8", "--learning-rate=0.1", "--activation=generation")
+# vLLM's CPU attention wants blocks of a multiple of 32 tokens.
 SERVING: Final = ("--block-size", "32", "--enforce-eager", "--max-model-len", "2048")
 
 
@@ -40,7 +34,7 @@ def teach(folder: Path, model: Path, console: Console, packages: Packages | None
     for number, task in enumerate(TASKS):
         bundle = folder / f"{number}-{task}.safetensors"
         if not bundle.exists():
-            console.print(f"teaching SmolLM2 task {number + 1} of {len(TASKS)}, {task}: kept in {folder}")
+            console.print(f"teaching {model.name} task {number + 1} of {len(TASKS)}, {task}: kept in {folder}")
             command = ["--model", str(model), "--anchors", str(folder / "anchors"), "--output", str(bundle)]
             command += ["--task", str(data / task / "train.jsonl"), "--base", str(data / BASE / "train.jsonl")]
             command += ["--validation", str(data / task / "validation.jsonl"), *SETTINGS]

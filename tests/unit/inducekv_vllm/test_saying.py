@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inducekv_vllm.facts import FactFound, FactMissed, next_token, said
+from inducekv_vllm.backbone.saying import next_token, said
 
 TOKENS = st.lists(st.integers(0, 3), max_size=6)
 
@@ -44,10 +42,3 @@ def test_what_is_ruled_out_stays_so() -> None:
 def test_it_has_the_type_of_the_logits(dtype: torch.dtype) -> None:
     row = said(torch.zeros(5, dtype=dtype), 2)
     assert (row.dtype, row.argmax().item(), row[2].item()) == (dtype, 2, 0.0)
-
-
-def test_decisions_travel_as_json() -> None:
-    for found in (FactFound(3, 0.75, (1, 2, 9)), FactFound(0, 1.0, withheld="the request asks for structured output")):
-        assert FactFound.parse(json.loads(json.dumps(asdict(found)))) == found
-    missed = FactMissed(3, "it names 'lyon'", ("berlin",), ("lyon",))
-    assert FactMissed.parse(json.loads(json.dumps(asdict(missed)))) == missed

@@ -8,18 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from inducekv_vllm.backbone.judged import NO_ROOM, NOT_ABLE, NOT_MEASURED, Judged
-from inducekv_vllm.facts import Pair
-from inducekv_vllm.facts.judge import (
-    MOST_JUDGED,
-    JudgePrompt,
-    ability,
-    can_be_asked,
-    is_hopeless,
-    known_pairs,
-    log_odds,
-    one_line,
-    prices,
-)
+from inducekv_vllm.judge import JudgePrompt, Pair, can_be_asked, log_odds, one_line
+from inducekv_vllm.judge.ability import ability, is_hopeless, known_pairs, prices
+from inducekv_vllm.judge.prompt import MOST_JUDGED
 from tests.tiny_families import FAMILIES
 
 ASKED = "Who is the CEO?"
@@ -148,7 +139,7 @@ def test_a_pair_is_asked_once_in_both_directions() -> None:
         return [float(len(asked) - at) for at in range(len(pairs))]
 
     pair, other = Pair("Who leads?", "Who is the lead?"), Pair("Who leads?", "Who runs it?")
-    assert judged.odds([pair, pair], ask) == {pair: 1.0}
+    assert judged.odds([pair, pair], ask) == {pair: 0.75 * 1.0 + 0.25 * 2.0}
     assert asked == [pair, Pair(pair.asked, pair.stored)]
-    assert judged.odds([other, pair], ask) == {pair: 1.0, other: 3.0}
+    assert judged.odds([other, pair], ask) == {pair: 1.25, other: 0.75 * 3.0 + 0.25 * 4.0}
     assert len(asked) == 4

@@ -1,8 +1,7 @@
 """Asking the served model whether two questions are one.
 
 It reads an instruction with examples, which stays in its prefix cache, and the two questions, and says yes or no. The
-logarithm of the odds of yes is what it thinks; a pair is asked in both directions, and the smaller odds count. What a
-model is worth as a judge is measured on pairs that the package has (`ABILITY`), and so is its threshold.
+logarithm of the odds of yes is what it thinks.
 
 Nothing in a question can speak to it: a question is one quoted line, in which a chat template's marks are text, and one
 that has the prompt's own words or more than `MOST_JUDGED` characters is not asked.
@@ -10,32 +9,20 @@ that has the prompt's own words or more than `MOST_JUDGED` characters is not ask
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import tomllib
 import unicodedata
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from .language import ENGLISH, language_of
-from .question import read
-from .rule import compare
-from .text import normalised, words_of
+from ..facts.language import ENGLISH, language_of
+from ..facts.text import normalised, words_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROMPT: Final = Path(__file__).parent / "judge.toml"
-ABILITY: Final = Path(__file__).parent / "judge_pairs.jsonl"
+PROMPT: Final = Path(__file__).parent / "prompt.toml"
 MOST_JUDGED: Final = 300  # characters of a question
-LEAST_AUROC: Final = 0.95
-MOST_PASSED: Final = 0.01  # of the pairs that are two questions
-ENOUGH: Final = 40  # pairs
-HOPELESS: Final = 0.75  # AUROC of so many
-LEAST_ODDS: Final = 0.0  # a threshold is not below it, whatever the pairs say
 _OWN_WORDS: Final = re.compile(r"\bquestions? [12ab]\b|\bsame (answer|question)\b|\breply\b.*\b(yes|no)\b", re.I)
 _QUOTES: Final = str.maketrans({'"': "'", "“": "'", "”": "'", "„": "'", "«": "'", "»": "'"})
 
@@ -45,19 +32,6 @@ class Pair(NamedTuple):
 
     stored: str
     asked: str
-
-
-class Ability(NamedTuple):
-    """What a model is worth as a judge."""
-
-    auroc: float  # that it ranks a pair of one question above one of two
-    threshold: float  # with which at most `MOST_PASSED` of the others pass
-    found: float  # share of the pairs of one question that pass then
-    passed: float  # share of the others
-
-    @property
-    def is_able(self) -> bool:
-        return self.auroc >= LEAST_AUROC and self.found > 0
 
 
 class JudgePrompt:
@@ -117,58 +91,3 @@ def _words(text: str) -> list[str]:
 def log_odds(yes: float, no: float) -> float:
     """Of log-probabilities."""
     return min(max(yes - no, -99.0), 99.0)
-
-
-class KnownPair(NamedTuple):
-    """What a model is measured on."""
-
-    pair: Pair
-    is_same: bool
-    is_open: bool  # words leave it open, so that a judge decides
-
-
-@cache
-def known_pairs() -> tuple[KnownPair, ...]:
-    rows = map(json.loads, ABILITY.read_text(encoding="utf-8").splitlines())
-    return tuple(_known(Pair(row["question"], row["asked"]), bool(row["same"])) for row in rows)
-
-
-def _known(pair: Pair, is_same: bool) -> KnownPair:
-    language = language_of(pair.stored)
-    compared = compare(read(pair.stored, language), read(pair.asked, language), language)
-    return KnownPair(pair, is_same, not compared.is_same and compared.differs is None)
-
-
-def auroc(odds: Sequence[float]) -> float:
-    """That a pair of one question ranks above one of two, among the first of `known_pairs`."""
-    same, other = _apart(odds)
-    ranked = sum((one > two) + 0.5 * (one == two) for one in same for two in other)
-    return ranked / (len(same) * len(other))
-
-
-def is_hopeless(odds: Sequence[float]) -> bool:
-    """Whether the first of `known_pairs` tell already that a model is not able."""
-    return len(odds) >= ENOUGH and auroc(odds) < HOPELESS
-
-
-def ability(odds: Sequence[float]) -> Ability:
-    """From the odds of `known_pairs`, in their order; of the first of them, if these are enough."""
-    known = list(zip(odds, known_pairs(), strict=False))
-    passing = sorted((each for each, pair in known if pair.is_open and not pair.is_same), reverse=True)
-    highest = passing[int(MOST_PASSED * len(_apart(odds)[1]))]
-    threshold = max(math.nextafter(highest, math.inf), LEAST_ODDS)
-    return Ability(auroc(odds), threshold, *prices(odds, threshold))
-
-
-def _apart(odds: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Those of pairs of one question, and of two."""
-    known = list(zip(odds, known_pairs(), strict=False))
-    return [each for each, pair in known if pair.is_same], [each for each, pair in known if not pair.is_same]
-
-
-def prices(odds: Sequence[float], threshold: float) -> tuple[float, float]:
-    """The shares of the known pairs of one question, and of two, that are answered with a threshold."""
-    passed = [pair for each, pair in zip(odds, known_pairs(), strict=False) if pair.is_open and each >= threshold]
-    same, other = map(len, _apart(odds))
-    found = sum(pair.is_same for pair in passed)
-    return found / same, (len(passed) - found) / other
