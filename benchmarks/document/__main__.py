@@ -31,9 +31,7 @@ from selector.backbone.model import Backbone
 from selector.backbone.tiled_attention import tiled_attention
 from selector.document.chunks import chunks_of
 from selector.document.compaction import memory_of
-from selector.document.questions import questions_asked
-from selector.document.settings import DocumentSettings
-from selector.document.text import CompactedText, Text, compacted_text, joined, read, spread
+from selector.document.text import CompactedText, Text, compacted_text, joined, read
 
 SHARES: Final = (2, 4, 8, 16)
 PIECE: Final = 64  # tokens of a piece that is retrieved
@@ -118,9 +116,7 @@ class Compared:
 
     def compacted(self, share: int) -> CompactedText:
         """As `inducekv-select --document` does it."""
-        pieces, name = spread(self.text.pieces, DocumentSettings().asked), self.document.name
-        asked = questions_asked(self.backbone, pieces, name, 0)
-        return compacted_text(self.backbone, self.text, asked, self.text.tokens // share)
+        return compacted_text(self.backbone, self.text, self.text.tokens // share)
 
     def _measured(self, memory: TensorMemory | None, put: Put = str) -> dict[str, Any]:
         """How many questions are answered right, and the NLL of their values, in nats each."""

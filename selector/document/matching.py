@@ -131,8 +131,10 @@ def ridge(matrix: Tensor, target: Tensor, prior: Tensor) -> Tensor:
     R, t = matrix.shape
     strength, missing = (RIDGE * matrix.square().sum() / t).clamp(min=1e-20), target - matrix @ prior
     if t <= R:
-        return prior + torch.linalg.solve(matrix.T @ matrix + strength * torch.eye(t), matrix.T @ missing)
-    return prior + matrix.T @ torch.linalg.solve(matrix @ matrix.T + strength * torch.eye(R), missing)
+        moved: Tensor = torch.linalg.solve(matrix.T @ matrix + strength * torch.eye(t), matrix.T @ missing)
+    else:
+        moved = matrix.T @ torch.linalg.solve(matrix @ matrix.T + strength * torch.eye(R), missing)
+    return prior + moved
 
 
 def lost(queries: Queries, keys: Tensor, values: Tensor, chosen: Kept) -> float:
@@ -166,4 +168,5 @@ def _shares(queries: Queries, keys: Tensor) -> Tensor:
 def _solved(gram: Tensor, onto: Tensor) -> Tensor:
     """Of normal equations, [t, t] and [t], which may be singular."""
     strength = (1e-6 * gram.diagonal().mean()).clamp(min=1e-20)
-    return torch.linalg.solve(gram + strength * torch.eye(len(gram)), onto)
+    solution: Tensor = torch.linalg.solve(gram + strength * torch.eye(len(gram)), onto)
+    return solution

@@ -21,14 +21,14 @@ from ..runtime.progress import track
 from .chunks import sentences_of
 
 ASKED: Final = (
-    "Write one short question that the text above answers, and behind it the answer.",
-    "Write one question of somebody who wants to use what the text above says, and behind it the answer.",
+    "Write one short question that the text above answers. Write the question alone.",
+    "Write one question of somebody who wants to use what the text above says. Write the question alone.",
 )
 # What is shown before, as a turn of its own: without it a small model answers in place of asking.
 SHOWN_TEXT: Final = "The ferry to Tarn leaves at 7:40 from the north quay. Bicycles cost two crowns."
 SHOWN: Final = (
-    "From which quay does the ferry to Tarn leave? It leaves from the north quay.",
-    "I want to take my bicycle to Tarn. What do I have to pay for it? Your bicycle costs two crowns.",
+    "From which quay does the ferry to Tarn leave?",
+    "I want to take my bicycle to Tarn. What do I have to pay for it?",
 )
 BLANK: Final = "____"
 CLOZES: Final = 6  # sentences of a piece with a word left out, at most
@@ -36,33 +36,29 @@ WORDS: Final = 6  # of a sentence, at least, that a question is made of
 EXACT: Final = re.compile(r"(?<![\w.])(?:\d[\w.,:/-]*\w|\d|\w+[_.:/-]\w[\w_.:/-]*\w|\w*\d\w*|[A-Z]{2,})(?!\w)")
 NAME: Final = re.compile(r"(?<=[a-z,;] )[A-Z][\w-]+(?: [A-Z][\w-]+)*")
 LONG: Final = re.compile(r"\b[^\W\d_]{6,}\b")
-ASKED_TOKENS: Final = 48  # of a question and its answer, at most
+ASKED_TOKENS: Final = 40  # of a question, at most
 TEMPERATURE: Final = 0.7
-SAMPLED: Final = 16  # prompts of a batch
+SAMPLED: Final = 32  # prompts of a batch
 
 
 def questions_asked(
     backbone: Backbone, pieces: Sequence[str], task: str, seed: int, progress: bool = False
-) -> dict[str, list[Example]]:
-    """What the model asks about each piece of a document, and answers; nothing is asked twice."""
-    rng = Random(f"document {seed}")
+) -> list[Example]:
+    """What the model asks about pieces of a document, nothing twice; without answers."""
+    rng, found = Random(f"document {seed}"), dict[str, Example]()
     places = [(piece, kind) for piece in pieces for kind in range(len(ASKED))]
-    found: dict[str, list[Example]] = {piece: [] for piece in pieces}
-    known = {made[0] for shown in SHOWN if (made := question_in(shown))}
     for start in track(range(0, len(places), SAMPLED), "Asking", progress):
-        some = places[start : start + SAMPLED]
-        for (piece, _), said in zip(some, _sampled(backbone, some, rng.getrandbits(32)), strict=True):
-            made = question_in(said)
-            if made is not None and made[0] not in known:
-                known.add(made[0])
-                found[piece].append(_example(*made, task, f"question/{len(known)}"))
-    return found
+        for said in _sampled(backbone, places[start : start + SAMPLED], rng.getrandbits(32)):
+            text = question_in(said)
+            if text is not None and text not in SHOWN:
+                found.setdefault(text, _example(text, "", task, f"question/{len(found)}"))
+    return list(found.values())
 
 
-def question_in(said: str) -> tuple[str, str] | None:
-    """The first question in what the model said, and its answer, which may be missing; None if there is no question."""
-    found = re.match(r"\s*(?:Question:\s*)?([^\n?]{12,300}\?)\s*(?:Answer:\s*)?([^\n]*)", said)
-    return (found[1], found[2].strip()) if found else None
+def question_in(said: str) -> str | None:
+    """The first question in what the model said; None if there is none."""
+    found = re.match(r"\s*(?:Question:\s*)?([^\n?]{12,300}\?)", said)
+    return found[1] if found else None
 
 
 def clozes(pieces: Sequence[str], task: str, seed: int) -> list[Example]:

@@ -1,4 +1,4 @@
-"""What asks about a text while it is compacted: requests that repeat its pieces, and questions about them.
+"""What asks about a text while it is compacted: requests that repeat its pieces, and that ask what they say.
 
 Each stands behind the text, as a request of a user will, and all its tokens are queries. Short questions are the turns
 of one conversation, which is as long as a piece: so all references have about one length.
@@ -15,7 +15,6 @@ from torch import Tensor
 from inducekv_vllm.backbone.turns import message
 
 from ..backbone.model import Backbone
-from ..data.examples import Example
 from .chunks import sentences_of
 
 BEGINNING: Final = 8  # words of a piece that name it
@@ -23,14 +22,9 @@ SUBJECT: Final = 5  # words of a sentence that are asked about
 TURNS: Final = 8  # of a conversation
 
 
-def references(backbone: Backbone, pieces: Sequence[str], questions: Sequence[Example]) -> list[Tensor]:
-    """The tokens of each: [T] int64.
-
-    Args:
-        questions: with their answers.
-    """
-    asked = [(each.messages[0]["content"][0]["text"], each.answer) for each in questions if each.answer]
-    asked += [(about(sentence), sentence) for piece in pieces for sentence in sentences_of(piece)]
+def references(backbone: Backbone, pieces: Sequence[str]) -> list[Tensor]:
+    """The tokens of each: [T] int64."""
+    asked = [(about(sentence), sentence) for piece in pieces for sentence in sentences_of(piece)]
     turns = [[(repeat(piece), piece)] for piece in pieces]
     turns += [asked[start : start + TURNS] for start in range(0, len(asked), TURNS)]
     return [_tokens(backbone, each) for each in turns]

@@ -10,7 +10,7 @@ from ..backbone.model import Backbone
 from ..update.inputs import TaskInputs
 from .settings import DocumentSettings
 from .text import compacted_text
-from .update import products, studied, texts_of, tokens_of_memory
+from .update import products, texts_of, tokens_of_memory
 
 SHARES: Final = (2, 4, 8, 16)
 
@@ -22,9 +22,8 @@ def costs(backbone: Backbone, inputs: TaskInputs, settings: DocumentSettings) ->
     sizes = (backbone.hidden_size, backbone.num_layers, backbone.num_kv_heads)
     with products(backbone, settings):
         for text in texts:
-            asked = studied(backbone, text, settings).asked
             for m in sorted({asked_for, *(text.tokens // share for share in SHARES)}, reverse=True):
                 size = footprint_bytes(1, *sizes, m, backbone.head_dim, backbone.value_dim)
-                found = compacted_text(backbone, text, asked, m)
+                found = compacted_text(backbone, text, m)
                 lines[f"{text.name}, {m} of {text.tokens} tokens"] = f"{size / 1e6:.2f} MB; {found}"
     return lines

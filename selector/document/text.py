@@ -8,8 +8,8 @@ Shapes: N tokens of the text, L layers, J KV heads, D and V sizes of a key and a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
@@ -26,7 +26,6 @@ from ..backbone.prefix import cached_at
 from ..backbone.scoring import Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.document import Document
-from ..data.examples import Example
 from ..runtime.progress import track
 from .chunks import chunks_of
 from .compaction import Compacted, compacted, memory_of
@@ -121,9 +120,7 @@ class CompactedText:
         return f"loses {self.attention:.1%} of attention's output and {self.text_lost:.1%} of its own log-probability"
 
 
-def compacted_text(
-    backbone: Backbone, text: Text, asked: Mapping[str, Sequence[Example]], m: int, progress: bool = False
-) -> CompactedText:
+def compacted_text(backbone: Backbone, text: Text, m: int, progress: bool = False) -> CompactedText:
     """m tokens for all of a text's: each block has its share of them."""
     whole = [memory for reading in text.readings for memory in read(backbone, reading)]  # of each block
     ends = [round(m * end / text.tokens) for end in itertools.accumulate(len(each.token_ids) for each in text.blocks)]
@@ -131,8 +128,7 @@ def compacted_text(
     blocks = list(zip(text.blocks, whole, pairwise([0, *ends]), strict=True))
     for block, memory, (begin, end) in track(blocks, "Compacting", progress):
         if end > begin:
-            questions = [question for piece in block.pieces for question in asked.get(piece, ())]
-            found.append(compacted(backbone, memory, references(backbone, block.pieces, questions), end - begin))
+            found.append(compacted(backbone, memory, references(backbone, block.pieces), end - begin))
     keys, values = (torch.cat([getattr(each, name) for each in found], dim=2) for name in ("keys", "values"))
     memories = {"nothing": None, "whole": joined(whole), "kept": memory_of(keys, values, backbone.hidden_size)}
     nats = {name: nats_of(backbone, spread(text.pieces, SCORED), memory) for name, memory in memories.items()}
@@ -144,8 +140,8 @@ def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:
     ids = torch.cat([block.token_ids for block in blocks])[None]
     cached = cached_at(backbone, torch.arange(-ids.shape[1], 0)[None], input_ids=ids)
     sizes = [len(block.token_ids) for block in blocks]
-    pairs = zip(cached.keys[:, 0].split(sizes, dim=2), cached.values[:, 0].split(sizes, dim=2), strict=True)
-    return [memory_of(keys, values, backbone.hidden_size) for keys, values in pairs]
+    keys, values = (torch.split(each[:, 0], sizes, dim=2) for each in (cached.keys, cached.values))
+    return [memory_of(*pair, backbone.hidden_size) for pair in zip(keys, values, strict=True)]
 
 
 @torch.no_grad()
@@ -171,5 +167,5 @@ def _ids(backbone: Backbone, text: str) -> list[int]:
 
 def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     """One entry of the tokens of all."""
-    names = ("payload_keys", "payload_values")
-    return replace(memories[0], **{name: torch.cat([getattr(m, name) for m in memories], dim=3) for name in names})
+    keys, values = ([getattr(each, name)[:, 0] for each in memories] for name in ("payload_keys", "payload_values"))
+    return memory_of(torch.cat(keys, dim=2), torch.cat(values, dim=2), memories[0].retrieval_keys.shape[1])

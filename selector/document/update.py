@@ -6,9 +6,8 @@ Each document is one entry of merged memory, and a task of the gate. Nothing is 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -42,7 +41,7 @@ class Studied:
     """A document, and the questions about it."""
 
     text: Text
-    asked: Mapping[str, Sequence[Example]]  # by the model, of each piece
+    asked: list[Example]  # by the model; without answers
     clozes: list[Example]  # its sentences with a word left out
 
 
@@ -63,7 +62,7 @@ def update_document(
     with _timed("asking", seconds), products(backbone, settings):
         asked = [studied(backbone, text, settings, run) for text in texts]
     with _timed("compacting", seconds), products(backbone, settings):
-        found = [compacted_text(backbone, each.text, each.asked, m, run.progress) for each in asked]
+        found = [compacted_text(backbone, each.text, m, run.progress) for each in asked]
     if run.progress:
         for each in found:
             note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")
@@ -113,7 +112,7 @@ def gate_of(
     progress: bool = False,
 ) -> FittedGate:
     """Fitted to all questions. Raises ConfigError, TaskDataError: see `fit_gate`."""
-    own = {each.text.name: [*itertools.chain(*each.asked.values()), *each.clozes] for each in asked}
+    own = {each.text.name: [*each.asked, *each.clozes] for each in asked}
     return fit_gate(backbone, inputs.others.of(own), GateOptions.of(settings), progress=progress)
 
 

@@ -39,7 +39,7 @@ def test_all_tokens_are_the_text_before_the_request(folder: Path, llama: Backbon
     """Transformers' log-probabilities behind the text, in float64."""
     ids = ids_of(llama, TEXT)
     (text,) = read(llama, [Block(ids, [TEXT])])
-    memory = compacted(llama, text, references(llama, [TEXT], []), len(ids)).memory(llama.hidden_size)
+    memory = compacted(llama, text, references(llama, [TEXT]), len(ids)).memory(llama.hidden_size)
     prompt, answer = llama.encode([{"role": "user", "content": [{"type": "text", "text": "When?"}]}], []), [5, 9, 13]
     (ours,) = score(llama, [prompt], [answer], memory, memory.terms(memory.retrieval_keys))
     whole = torch.cat([ids, prompt["input_ids"][0], torch.tensor(answer)])
@@ -61,7 +61,7 @@ def test_later_layers_are_asked_by_what_has_seen_the_earlier_ones(
 
     monkeypatch.setattr("selector.document.compaction.kept", watched)
     (text,) = read(llama, [Block(ids_of(llama, TEXT), [TEXT])])
-    asked = references(llama, [TEXT], [])[:1]
+    asked = references(llama, [TEXT])[:1]
     found = compacted(llama, text, asked, 9)
     asked_first, J = list(seen), llama.num_kv_heads
     seen.clear()
@@ -88,7 +88,7 @@ def test_what_asks(llama: Backbone) -> None:
     """A piece is repeated to its end; sentences are asked about by how they begin."""
     assert repeat(TEXT) == 'Repeat the part of the text that begins with "The kestrel valve opens at 37 bar.".'
     assert about("The plover valve is new and green.") == "What does the text say about The plover valve is new?"
-    texts = [llama.tokenizer.decode(ids) for ids in references(llama, [TEXT], [])]
+    texts = [llama.tokenizer.decode(ids) for ids in references(llama, [TEXT])]
     assert len(texts) == 2
     assert repeat(TEXT) in texts[0]
     assert TEXT in texts[0]
