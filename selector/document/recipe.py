@@ -48,6 +48,6 @@ class DocumentRecipe(Recipe[DocumentSettings]):
         return update_document(backbone, inputs, settings, run)
 
     def costs(self, scorer: Scorer, inputs: TaskInputs, settings: DocumentSettings) -> dict[str, str]:
-        from .table import costs
+        from .update import sizes
 
-        return costs(scorer.backbone, inputs, settings)
+        return sizes(scorer.backbone, inputs, settings)

@@ -35,7 +35,7 @@ LEAST_TOKENS: Final = 128  # of a document: less is a prompt, or a fact
 READ: Final = 8192  # tokens of a reading, at most
 BLOCK: Final = 512  # tokens that are compacted together, at most
 PIECE: Final = 256  # tokens of a piece, which is repeated, or asked about
-SCORED: Final = 4  # pieces whose log-probability tells what was lost
+SCORED, BEGUN = 4, 64  # pieces, and tokens of each, whose log-probability tells what was lost
 T = TypeVar("T")
 
 
@@ -148,7 +148,7 @@ def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:
 def nats_of(backbone: Backbone, pieces: Sequence[str], memory: TensorMemory | None) -> float:
     """The NLL of a token of the pieces, when the model is to repeat them."""
     prompts = [backbone.encode([message("user", repeat(piece))], []) for piece in pieces]
-    answers = [_ids(backbone, piece) for piece in pieces]
+    answers = [_ids(backbone, piece)[:BEGUN] for piece in pieces]
     terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(pieces), -1))
     with tiled_attention(backbone):
         found = torch.cat(score(backbone, prompts, answers, memory, terms))

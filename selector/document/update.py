@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.bundle import Bundle, facts_of
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
 
@@ -33,6 +34,7 @@ from .questions import clozes, questions_asked
 from .settings import DOCUMENT, DocumentSettings
 from .text import CompactedText, Text, compacted_text, spread
 
+SHARES: Final = (2, 4, 8, 16)  # that a dry run tells of
 VALIDATED: Final = 16  # sentences with a word left out, at most, that the report asks of each document
 
 
@@ -142,6 +144,20 @@ def bundle_of(
         gate=fitted.gate,
         **facts_of(inputs.previous),
     )
+
+
+def sizes(backbone: Backbone, inputs: TaskInputs, settings: DocumentSettings) -> dict[str, str]:
+    """What each document would lose at each size, by name. Raises as `update_document` does before it computes."""
+    texts, lines = texts_of(backbone, inputs), dict[str, str]()
+    asked_for = tokens_of_memory(texts, settings)
+    shape = (backbone.hidden_size, backbone.num_layers, backbone.num_kv_heads)
+    with products(backbone, settings):
+        for text in texts:
+            for m in sorted({asked_for, *(text.tokens // share for share in SHARES)}, reverse=True):
+                size = footprint_bytes(1, *shape, m, backbone.head_dim, backbone.value_dim)
+                found = compacted_text(backbone, text, m)
+                lines[f"{text.name}, {m} of {text.tokens} tokens"] = f"{size / 1e6:.2f} MB; {found}"
+    return lines
 
 
 def check_documents(inputs: TaskInputs) -> None:
