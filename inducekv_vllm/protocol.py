@@ -245,6 +245,13 @@ class Decided:
         """With the same changes of every decision."""
         return Decided(tuple(replace(each, **changes) for each in self.each))
 
+    def missing(self, missed: Sequence[FactMissed | None]) -> Decided:
+        """With the nearest fact of each memory, where none is found."""
+        if self.error is not None:
+            return self
+        pairs = [(each, near or each.missed) for each, near in zip(self.each, missed, strict=True)]
+        return Decided(tuple(each if each.fact is not None else replace(each, missed=near) for each, near in pairs))
+
     def is_valid(self, now: float) -> bool:
         """Whether it can still be given, at a time in seconds since the epoch."""
         return all(each.valid_until is None or now < each.valid_until for each in self.each)
