@@ -1,6 +1,6 @@
 """A document as a memory, compacted to a half, a quarter, an eighth and a sixteenth, against other ways to have it.
 
-    python -m benchmarks.document --model DIR --document pump --work DIR --output benchmarks/results/document_pump.json
+    python -m benchmarks.document --document pump --work DIR --output benchmarks/results/document_pump.json
 
 Each document has 30 questions for its values; an answer is right if it has the value. Rows: nothing; retrieved pieces
 of the document in the prompt; the whole document in the prompt; all of its keys and values in front of the request, as
@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.document.documents import DOCUMENTS, Asked
 from benchmarks.document.retrieval import retriever
+from benchmarks.real.model import model_folder
 from benchmarks.record import keep, parser_of
 from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.backbone.turns import message
@@ -33,6 +34,7 @@ from selector.document.chunks import chunks_of
 from selector.document.compaction import memory_of
 from selector.document.text import CompactedText, Text, compacted_text, joined, read
 
+MODEL: Final = "qwen2.5-0.5b"
 SHARES: Final = (2, 4, 8, 16)
 PIECE: Final = 64  # tokens of a piece that is retrieved
 TOKENS: Final = 24  # of an answer, at most
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def document_parser(description: str | None) -> argparse.ArgumentParser:
     parser = parser_of(description)
-    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--model", default=MODEL, help="of `benchmarks.real.model`, or a folder (%(default)s)")
     parser.add_argument("--document", choices=list(DOCUMENTS), required=True)
     parser.add_argument("--work", type=Path, required=True, help="where rows are kept")
     parser.add_argument("--rows", nargs="*", help="which to compute (default: all)")
@@ -76,7 +78,7 @@ class Compared:
 
     @cached_property
     def backbone(self) -> Backbone:
-        return Backbone.load(self.options.model, getattr(torch, self.options.dtype))
+        return Backbone.load(model_folder(self.options.model), getattr(torch, self.options.dtype))
 
     @cached_property
     def text(self) -> Text:
@@ -95,6 +97,7 @@ class Compared:
         return {
             "document": self.options.document,
             "model": Path(self.options.model).name,
+            "dtype": self.options.dtype,
             "tokens": self.text.tokens,
             "questions": len(self.asked),
             "rows": rows,
@@ -153,7 +156,7 @@ class Compared:
 
     def _path(self, name: str) -> Path:
         work: Path = self.options.work
-        return work / f"{self.options.document} {name.replace('/', ' of ')}.json"
+        return work / f"{self.options.document} {Path(self.options.model).name} {name.replace('/', ' of ')}.json"
 
 
 def is_right(answer: str, asked: Asked) -> bool:

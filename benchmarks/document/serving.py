@@ -1,6 +1,6 @@
 """What answering about a document costs when it is served, and what that leaves of other requests.
 
-    python -m benchmarks.document.serving --model DIR --document pump --work DIR --output FILE
+    python -m benchmarks.document.serving --document pump --work DIR --output FILE
 
 One server has the memory of a quarter twice: behind a gate, and without one, where the name alone chooses it. In turns,
 and relative to the untouched model of the same server:
@@ -26,6 +26,7 @@ from typing import Any, Final
 import selector
 from benchmarks.chat import chat_body
 from benchmarks.document.__main__ import PROMPT, RETRIEVED, Compared, document_parser
+from benchmarks.real.model import model_folder
 from benchmarks.record import keep
 from benchmarks.server_process import serving
 from benchmarks.serving.client import ask_together, session
@@ -83,7 +84,10 @@ def measured(compared: Compared, options: argparse.Namespace) -> dict[str, Any]:
     flags = ["--served-model-name", BASE, "--dtype", options.dtype, "--max-num-seqs", str(AT_ONCE), *memories]
     flags += ["--max-model-len", str(compared.text.tokens + SPARE)]
     compared.__dict__.pop("backbone")  # its room is the server's
-    with serving([options.model, *flags], options.work / "server.log", ENVIRONMENT) as url, _load() as load:
+    with (
+        serving([str(model_folder(options.model)), *flags], options.work / "server.log", ENVIRONMENT) as url,
+        _load() as load,
+    ):
         asked = [each.question for each in compared.asked]
         rows = _of_server(url, ways, asked, options.rounds, options.crowds)
     return {"rows": rows, "load": load}
@@ -166,7 +170,7 @@ def _bundles(compared: Compared, options: argparse.Namespace) -> dict[str, Path]
     """The document's memory behind a gate, as `inducekv-select` makes it, and without; they are made once."""
     paths = {name: options.work / f"{options.document}-{name}.safetensors" for name in ("gated", "named")}
     if not paths["gated"].exists():
-        backbone = Backbone.load(options.model)
+        backbone = Backbone.load(model_folder(options.model))
         selector.teach_document(backbone, compared.document, share=SHARE, output=paths["gated"], progress=True)
     if not paths["named"].exists():
         write_bundle(read_bundle(paths["gated"]).next(gate=None), paths["named"])

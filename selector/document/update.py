@@ -55,7 +55,7 @@ def update_document(
     Raises:
         TaskDataError: a document is too short, or nothing could be asked about it.
         BundleError, FingerprintMismatch: the previous memory does not fit the model, or numbers are beyond float16.
-        ConfigError: the memory would have more tokens than a document.
+        ConfigError: the memory would have more tokens than a document; and as `fit_gate` does.
         UnsupportedModel: the model's attention sees more than distances between tokens, or not all of them.
     """
     texts = texts_of(backbone, inputs)
@@ -69,7 +69,8 @@ def update_document(
         for each in found:
             note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")
     with _timed("gate", seconds):
-        fitted = gate_of(backbone, asked, inputs, settings, progress=run.progress)
+        others = inputs.others.of({each.text.name: [*each.asked, *each.clozes] for each in asked})
+        fitted = fit_gate(backbone, others, GateOptions.of(settings), progress=run.progress)
     bundle = bundle_of(backbone, inputs, settings, found, fitted)
     validation = [example for each in asked for example in each.clozes[:VALIDATED]]
     questions = Questions(validation, bundle.retrieval_keys[:1].float().expand(len(validation), -1))
@@ -105,19 +106,6 @@ def tokens_of_memory(texts: Sequence[Text], settings: DocumentSettings) -> int:
     return m
 
 
-def gate_of(
-    backbone: Backbone,
-    asked: Sequence[Studied],
-    inputs: TaskInputs,
-    settings: DocumentSettings,
-    *,
-    progress: bool = False,
-) -> FittedGate:
-    """Fitted to all questions. Raises ConfigError, TaskDataError: see `fit_gate`."""
-    own = {each.text.name: [*each.asked, *each.clozes] for each in asked}
-    return fit_gate(backbone, inputs.others.of(own), GateOptions.of(settings), progress=progress)
-
-
 def bundle_of(
     backbone: Backbone,
     inputs: TaskInputs,
@@ -127,6 +115,7 @@ def bundle_of(
 ) -> Bundle:
     """The memories behind the gate. Raises BundleError: numbers are beyond float16."""
     B, L, d = len(found), backbone.num_layers, backbone.hidden_size
+    documents = {each.text.name: each.report for each in found}
     return Bundle.create(
         retrieval_keys=torch.full((B, d), d**-0.5),  # the gate chooses
         payload_keys=torch.stack([each.keys for each in found], dim=1),
@@ -140,7 +129,7 @@ def bundle_of(
         entries=tuple(each.text.document.record for each in found),
         weighting="uniform",
         recipe=DOCUMENT,
-        settings=settings.model_dump() | {each.text.name: each.report for each in found} | dict(fitted.recorded),
+        settings=settings.model_dump() | {"documents": documents, **fitted.recorded},
         gate=fitted.gate,
         **facts_of(inputs.previous),
     )

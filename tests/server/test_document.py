@@ -37,10 +37,12 @@ Version = tuple[Bundle, Path]
 
 
 def learned(backbone: Backbone, folder: Path) -> tuple[Version, Version]:
-    """A document's memory, and that of its next version."""
+    """The memory of two documents, and of their next version."""
+    pumps = selector.Document("pumps", TEXT.replace("valve", "pump").replace("checked", "oiled"))
     with small_fits():
-        old = selector.teach_document(backbone, selector.Document(NAME, TEXT), payload_tokens=16, **FEW)
-        new = selector.teach_document(backbone, selector.Document(NAME, TEXT.replace("37", "38")), previous=old, **FEW)
+        old = selector.teach_document(backbone, [selector.Document(NAME, TEXT), pumps], payload_tokens=16, **FEW)
+        next_text = selector.Document(NAME, TEXT.replace("37", "38"))
+        new = selector.teach_document(backbone, [next_text, pumps], previous=old, **FEW)
     paths = (folder / "old.safetensors", folder / "new.safetensors")
     for taught, path in zip((old, new), paths, strict=True):
         write_bundle(taught.bundle, path)
@@ -65,6 +67,7 @@ def test_asked_with_and_without_it_and_replaced_by_the_next_version(
         for bundle in (old, new):
             response = ask(client, NAME, ABOUT, extra_body=TRACED)
             assert trace_of(response)["gate"]["task"] == NAME
+            assert [entry["id"] for entry in trace_of(response)["entries"]] == [f"document/{NAME}"]
             assert bundles.server.digest(NAME) == bundle.digest
             assert deviation(world, response, ABOUT, bundle) <= TOLERANCE < deviation(world, response, ABOUT, None)
             assert not trace_of(ask(client, NAME, ELSE, extra_body=TRACED))["gate"]["open"]

@@ -60,7 +60,7 @@ def test_a_document_is_an_entry_and_a_task_of_the_gate(taught: selector.Taught) 
     assert (metadata.form, metadata.weighting, metadata.recipe) == ("merged", "uniform", "document")
     assert metadata.payload_tokens == found["kept"] == 32 < found["tokens"]
     assert 0 < found["lost"]["attention"] < 1
-    assert metadata.settings["valves"] == found
+    assert metadata.settings["documents"]["valves"] == found
 
 
 def test_the_same_document_gives_the_same_tensors(llama: Backbone, taught: selector.Taught) -> None:
