@@ -26,7 +26,7 @@ from benchmarks.real.model import model_folder
 from benchmarks.record import keep, parser_of
 from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.backbone.turns import message
-from selector.backbone.generation import generate, score
+from selector.backbone.generation import generate
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.backbone.tiled_attention import tiled_attention
@@ -92,8 +92,6 @@ class Compared:
 
     def table(self) -> dict[str, Any]:
         rows = {name: found for name in self.rows if (found := self._read(name)) is not None}
-        for row in rows.values() if {NOTHING, WHOLE} <= rows.keys() else ():
-            row["gain"] = (rows[NOTHING]["nll"] - row["nll"]) / (rows[NOTHING]["nll"] - rows[WHOLE]["nll"])
         return {
             "document": self.options.document,
             "model": Path(self.options.model).name,
@@ -122,21 +120,18 @@ class Compared:
         return compacted_text(self.backbone, self.text, self.text.tokens // share)
 
     def _measured(self, memory: TensorMemory | None, put: Put = str) -> dict[str, Any]:
-        """How many questions are answered right, and the NLL of their values, in nats each."""
-        right, nll, wrong = 0, 0.0, dict[str, str]()
+        """How many questions are answered right, and what was said to the others."""
+        wrong = dict[str, str]()
         batch = len(self.asked) if put is str else 4
         for start in range(0, len(self.asked), batch):
             some = self.asked[start : start + batch]
             prompts = [self.backbone.encode([message("user", put(each.question))], []) for each in some]
-            values = [self.backbone.tokenizer(each.values[0], add_special_tokens=False)["input_ids"] for each in some]
             terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(some), -1))
-            with torch.no_grad(), tiled_attention(self.backbone):
-                nll -= sum(float(each.sum()) for each in score(self.backbone, prompts, values, memory, terms))
+            with tiled_attention(self.backbone):
                 said = generate(self.backbone, prompts, TOKENS, memory, terms)
             texts = [self.backbone.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in said]
             wrong |= {each.question: text for each, text in zip(some, texts, strict=True) if not is_right(text, each)}
-        right = len(self.asked) - len(wrong)
-        return {"right": right, "nll": nll / len(self.asked), "wrong": wrong}
+        return {"right": len(self.asked) - len(wrong), "wrong": wrong}
 
     def retrieved(self) -> Put:
         """The question behind the pieces that share most words with it."""

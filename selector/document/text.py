@@ -65,11 +65,15 @@ class Text:
         def count(text: str) -> int:
             return len(_ids(backbone, text))
 
-        def block(text: str) -> Block:
-            return Block(torch.tensor(_ids(backbone, f"{text}\n\n")), chunks_of(text, count, PIECE))
+        def block(text: str, first: bool) -> Block:
+            ids = backbone.tokenizer(f"{text}\n\n", add_special_tokens=first)["input_ids"]  # BOS, if there is one
+            return Block(torch.tensor(ids), chunks_of(text, count, PIECE))
 
         readings = chunks_of(document.text, count, min(READ, Scorer(backbone).context // 2))
-        found = cls(document, [[block(each) for each in chunks_of(text, count, BLOCK)] for text in readings])
+        found = cls(
+            document,
+            [[block(part, at == 0) for at, part in enumerate(chunks_of(each, count, BLOCK))] for each in readings],
+        )
         if found.tokens < LEAST_TOKENS:
             raise TaskDataError(
                 f"the document {document.name!r} has {found.tokens} tokens, expected {LEAST_TOKENS} at least: put it "
