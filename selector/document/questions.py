@@ -20,16 +20,11 @@ from ..data.examples import Example
 from ..runtime.progress import track
 from .chunks import sentences_of
 
-ASKED: Final = (
-    "Write one short question that the text above answers. Write the question alone.",
-    "Write one question of somebody who wants to use what the text above says. Write the question alone.",
-)
+ASK: Final = "Write one short question of somebody who wants to use what the text above says. Write the question alone."
 # What is shown before, as a turn of its own: without it a small model answers in place of asking.
 SHOWN_TEXT: Final = "The ferry to Tarn leaves at 7:40 from the north quay. Bicycles cost two crowns."
-SHOWN: Final = (
-    "From which quay does the ferry to Tarn leave?",
-    "I want to take my bicycle to Tarn. What do I have to pay for it?",
-)
+SHOWN: Final = "I want to take my bicycle to Tarn. What do I have to pay for it?"
+EACH: Final = 2  # questions about a piece
 BLANK: Final = "____"
 CLOZES: Final = 6  # sentences of a piece with a word left out, at most
 WORDS: Final = 6  # of a sentence, at least, that a question is made of
@@ -46,11 +41,11 @@ def questions_asked(
 ) -> list[Example]:
     """What the model asks about pieces of a document, nothing twice; without answers."""
     rng, found = Random(f"document {seed}"), dict[str, Example]()
-    places = [(piece, kind) for piece in pieces for kind in range(len(ASKED))]
+    places = [piece for piece in pieces for _ in range(EACH)]
     for start in track(range(0, len(places), SAMPLED), "Asking", progress):
         for said in _sampled(backbone, places[start : start + SAMPLED], rng.getrandbits(32)):
             text = question_in(said)
-            if text is not None and text not in SHOWN:
+            if text is not None and text != SHOWN:
                 found.setdefault(text, _example(text, "", task, f"question/{len(found)}"))
     return list(found.values())
 
@@ -61,7 +56,7 @@ def question_in(said: str) -> str | None:
     return found[1] if found else None
 
 
-def clozes(pieces: Sequence[str], task: str, seed: int) -> list[Example]:
+def clozes_of(pieces: Sequence[str], task: str, seed: int) -> list[Example]:
     """Sentences without one of their words, in random order: an exact value, else a name, else a long word.
 
     The answer is the whole sentence, which is how models answer.
@@ -81,19 +76,10 @@ def clozes(pieces: Sequence[str], task: str, seed: int) -> list[Example]:
 
 
 @torch.no_grad()
-def _sampled(backbone: Backbone, places: Sequence[tuple[str, int]], seed: int) -> list[str]:
-    """What the model says when it is to ask about a piece, of each kind."""
-    prompts = [
-        backbone.encode(
-            [
-                message("user", f"{SHOWN_TEXT}\n\n{ASKED[kind]}"),
-                message("assistant", SHOWN[kind]),
-                message("user", f"{piece}\n\n{ASKED[kind]}"),
-            ],
-            [],
-        )
-        for piece, kind in places
-    ]
+def _sampled(backbone: Backbone, pieces: Sequence[str], seed: int) -> list[str]:
+    """What the model says when it is to ask about each piece."""
+    shown = (message("user", f"{SHOWN_TEXT}\n\n{ASK}"), message("assistant", SHOWN))
+    prompts = [backbone.encode([*shown, message("user", f"{piece}\n\n{ASK}")], []) for piece in pieces]
     batch = backbone.collate(prompts, side="left")
     with torch.random.fork_rng():
         torch.manual_seed(seed)

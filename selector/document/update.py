@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -29,22 +29,12 @@ from ..runtime.progress import note
 from ..runtime.running import ALONE, Run
 from ..update.inputs import TaskInputs, require_context
 from ..update.result import UpdateResult
-from .language import warn_of_strange_language
-from .questions import clozes, questions_asked
+from .questions import clozes_of, questions_asked
 from .settings import DOCUMENT, DocumentSettings
 from .text import CompactedText, Text, compacted_text, spread
 
 SHARES: Final = (2, 4, 8, 16)  # that a dry run tells of
 VALIDATED: Final = 16  # sentences with a word left out, at most, that the report asks of each document
-
-
-@dataclass(frozen=True)
-class Studied:
-    """A document, and the questions about it."""
-
-    text: Text
-    asked: list[Example]  # by the model; without answers
-    clozes: list[Example]  # its sentences with a word left out
 
 
 def update_document(
@@ -62,17 +52,23 @@ def update_document(
     m = tokens_of_memory(texts, settings)
     seconds: dict[str, float] = {}
     with _timed("asking", seconds), products(backbone, settings):
-        asked = [studied(backbone, text, settings, run) for text in texts]
+        clozes = {text.name: _clozes(text, settings.seed) for text in texts}
+        asked = {
+            text.name: questions_asked(
+                backbone, spread(text.pieces, settings.asked), text.name, settings.seed, run.progress
+            )
+            for text in texts
+        }
     with _timed("compacting", seconds), products(backbone, settings):
-        found = [compacted_text(backbone, each.text, m, run.progress) for each in asked]
+        found = [compacted_text(backbone, text, m, run.progress) for text in texts]
     if run.progress:
         for each in found:
             note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")
     with _timed("gate", seconds):
-        others = inputs.others.of({each.text.name: [*each.asked, *each.clozes] for each in asked})
+        others = inputs.others.of({name: [*asked[name], *clozes[name]] for name in asked})
         fitted = fit_gate(backbone, others, GateOptions.of(settings), progress=run.progress)
     bundle = bundle_of(backbone, inputs, settings, found, fitted)
-    validation = [example for each in asked for example in each.clozes[:VALIDATED]]
+    validation = [example for of_one in clozes.values() for example in of_one[:VALIDATED]]
     questions = Questions(validation, bundle.retrieval_keys[:1].float().expand(len(validation), -1))
     with tiled_attention(backbone), products(backbone, settings):
         scorer, measured = Scorer(backbone, batch_size=VALIDATED), replace(inputs, validation=validation, previous=None)
@@ -168,17 +164,11 @@ def check_documents(inputs: TaskInputs) -> None:
             )
 
 
-def studied(backbone: Backbone, text: Text, settings: DocumentSettings, run: Run = ALONE) -> Studied:
-    """Ask about a text. Raises TaskDataError: there are no sentences."""
-    warn_of_strange_language(backbone, text.blocks[0].token_ids, text.name)
-    pieces = spread(text.pieces, settings.asked)
-    asked, made = (
-        questions_asked(backbone, pieces, text.name, settings.seed, run.progress),
-        clozes(text.pieces, text.name, settings.seed),
-    )
-    if not made:
+def _clozes(text: Text, seed: int) -> list[Example]:
+    """Raises TaskDataError: there are no sentences."""
+    if not (found := clozes_of(text.pieces, text.name, seed)):
         raise TaskDataError(f"nothing can be asked about the document {text.name!r}: it has no sentences of six words")
-    return Studied(text, asked, made)
+    return found
 
 
 def products(backbone: Backbone, settings: DocumentSettings) -> torch.autocast:

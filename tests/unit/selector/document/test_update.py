@@ -14,7 +14,6 @@ from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError, UnsupportedModel
 from selector.backbone.model import Backbone
 from selector.cli.select import main
-from selector.document.language import nats_per_byte, warn_of_strange_language
 from tests.gates import small_fits
 from tests.tiny_hybrids import save_qwen3_5
 from tests.tiny_models import save_tiny_llama
@@ -202,13 +201,3 @@ def test_options_of_tasks_are_refused(
     assert main(["--document", str(file), "--model", "none", "--output", str(output), *more]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"inducekv-select: error: {problem}"
     assert not output.exists()
-
-
-def test_a_language_that_the_model_reads_badly_is_warned_of(llama: Backbone) -> None:
-    """A model of random numbers speaks none: nats a byte are transformers' own loss."""
-    ids = llama.tokenizer(TEXT, add_special_tokens=False, return_tensors="pt")["input_ids"][:, :256]
-    loss = llama.model(input_ids=ids, labels=ids).loss.double() * (ids.shape[1] - 1)
-    expected = float(loss) / len(llama.tokenizer.decode(ids[0, 1:]).encode())
-    assert nats_per_byte(llama, ids[0]) == pytest.approx(expected, abs=1e-4)
-    with pytest.warns(selector.TaskDataWarning, match="valves: the model reads this document badly"):
-        warn_of_strange_language(llama, ids[0], "valves")
