@@ -133,7 +133,6 @@ class Observation:
 
     @property
     def timings(self) -> dict[str, float | str]:
-        """For a trace."""
         return {
             "decision_source": self._decided.each[0].source,
             "decision_ms": 1e3 * sum(decision.seconds for decision in self._decided.each),
@@ -179,7 +178,6 @@ class BundleMetrics:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Count a request as running."""
         if not self._exported:
             yield
             return

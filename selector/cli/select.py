@@ -41,7 +41,6 @@ SUCCESS, FAILED, WORSE = 0, 2, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
     try:
         with warnings_as_lines(PROGRAM):
             return run(*parse_arguments(arguments))
