@@ -50,7 +50,7 @@ REQUESTS = Counter(
 )
 DECISIONS = Counter(
     "inducekv:decisions",
-    "Decisions by source: computed from the prompt, cached for the same prompt, or none was needed.",
+    "Decisions by source: computed from the prompt, or none was needed.",
     ["bundle", "source"],
 )
 FAILURES = Counter("inducekv:request_failures", "Requests to a memory bundle that an error has ended.", ["bundle"])
