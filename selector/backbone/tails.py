@@ -190,13 +190,13 @@ def tail_logprobs(
                 position_embeddings=position_embeddings,
             )
             hidden = output[0] if isinstance(output, tuple) else output
-    logprobs = []
     head, norm = backbone.model.get_output_embeddings(), getattr(network, "norm", None) or network.embedding_norm
-    for row, (tail, length) in enumerate(zip(tails, answer_lengths, strict=True)):
-        first = tail.hidden.shape[0] - length - 1  # the position that predicts the first answer token
-        logits = head(norm(hidden[row, first : first + length]))
-        logprobs.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1))
-    return logprobs
+    firsts = [tail.hidden.shape[0] - length - 1 for tail, length in zip(tails, answer_lengths, strict=True)]
+    spans = zip(firsts, answer_lengths, strict=True)  # a span begins where the first answer token is predicted
+    predicting = torch.cat([hidden[row, first : first + length] for row, (first, length) in enumerate(spans)])
+    logits = head(norm(predicting))  # of all tails at once: autocast casts the head's weights in each product
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+    return list(logprobs.split(list(answer_lengths)))
 
 
 def _cache(past: Sequence[Tensor], tails: Sequence[Tail]) -> DynamicCache:

@@ -191,7 +191,7 @@ def token_values(
         for row, of_prompt in zip(rows, values, strict=True):
             ids = encoded[row]["input_ids"][0].tolist()
             text, media = deciding_tokens(ids, marks, placeholders)
-            found[row] = last_averaged(of_prompt[text + media], len(text)).to("cpu", dtype)
+            found[row] = last_averaged(of_prompt[text + media].float(), len(text)).to("cpu", dtype)
     return found
 
 

@@ -71,7 +71,8 @@ def fit_gate(backbone: Backbone, data: GateData, options: GateOptions = USUAL, *
     began = time.monotonic()
     if by_classifiers:
         clause_ends = clause_ends_of(backbone)
-        seen_by_them = seen(backbone, questions, layers, clause_ends, progress=progress)
+        with reading(backbone, options):
+            seen_by_them = seen(backbone, questions, layers, clause_ends, progress=progress)
         looked = time.monotonic()
         gate, prices, warnings, misses = classified_gate(
             seen_by_them, questions, torch.tensor(labels), tasks, LooksAt(layers, marks, clause_ends), options.misses
@@ -82,7 +83,8 @@ def fit_gate(backbone: Backbone, data: GateData, options: GateOptions = USUAL, *
         )
     else:
         encoded = encode_questions(backbone, questions)
-        values = token_values(backbone, encoded, layers, marks, dtype=torch.float16, progress=progress)
+        with reading(backbone, options):
+            values = token_values(backbone, encoded, layers, marks, dtype=torch.float16, progress=progress)
         looked = time.monotonic()
         trained = train_gate(
             values,
@@ -96,6 +98,11 @@ def fit_gate(backbone: Backbone, data: GateData, options: GateOptions = USUAL, *
         gate, prices = _of_prototypes(trained, tasks, layers, marks), trained.prices
     seconds = {"features": looked - began, "training": time.monotonic() - looked}
     return FittedGate(gate, prices, misses, {"gate_misses": misses, **data.counts}, seconds, warnings)
+
+
+def reading(backbone: Backbone, options: GateOptions) -> torch.autocast:
+    """The precision in which the model reads questions."""
+    return torch.autocast(backbone.device.type, torch.bfloat16, enabled=options.in_bfloat16)
 
 
 def suitable_kind(model: ModelKind, own: Mapping[str, Sequence[Example]]) -> Kind:

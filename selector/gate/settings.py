@@ -46,6 +46,9 @@ class FitsGate(Protocol):
     @property
     def seed(self) -> int: ...
 
+    @property
+    def precision(self) -> Literal["bfloat16", "float32"]: ...
+
 
 @dataclass(frozen=True)
 class GateOptions:
@@ -58,10 +61,11 @@ class GateOptions:
     # Whose values it looks at, ascending; None: `selector.backbone.token_values.layers_of_gate`. A request of a gate
     # that looks at later ones waits longer for its decision, and less memory can join its pass.
     layers: tuple[int, ...] | None = None
+    in_bfloat16: bool = False  # the model's matrix products while it reads the questions
 
     @classmethod
     def of(cls, settings: FitsGate) -> GateOptions:
-        return cls(settings.gate_misses, settings.seed)
+        return cls(settings.gate_misses, settings.seed, in_bfloat16=settings.precision == "bfloat16")
 
     @classmethod
     def again(cls, settings: GateSettings, gate: Gate | None) -> GateOptions:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from inducekv_vllm.bundle import ENTRY_AXES, Bundle, EntryRecord
 
 from ..backbone.extraction import extract_keys
@@ -38,8 +40,9 @@ def update_refined(backbone: Backbone, inputs: TaskInputs, settings: RefinedSett
     scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     settings = check_model(scorer, inputs, settings, run.progress)
     options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": run.progress}
-    training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
-    validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
+    with torch.autocast(backbone.device.type, torch.bfloat16, enabled=settings.precision == "bfloat16"):
+        training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
+        validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
     entries, records = initial_entries(backbone, inputs, settings)
     questions = inputs.others.of(own_questions(inputs))
     fitted = fit_gate(backbone, questions, GateOptions.of(settings), progress=run.progress)

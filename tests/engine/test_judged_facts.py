@@ -15,6 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.backbone import meaning
 from inducekv_vllm.backbone.fact_reader import FactReader
+from inducekv_vllm.backbone.judged import weighed
 from inducekv_vllm.backbone.pair_classifier import PairClassifier
 from inducekv_vllm.bundle import read_bundle, write_bundle
 from inducekv_vllm.frontend import asking
@@ -115,7 +116,7 @@ async def test_it_says_what_transformers_says(served: Served, memory: ServedBund
     found, expected = await judge.odds(pairs), BackboneJudge(world.backbone)
     said = expected.said(expected.judged.both_ways(pairs))
     for number, pair in enumerate(pairs):
-        assert found[pair] == pytest.approx(min(said[2 * number : 2 * number + 2]), abs=10 * TOLERANCE)
+        assert found[pair] == pytest.approx(weighed(*said[2 * number : 2 * number + 2]), abs=10 * TOLERANCE)
 
 
 async def test_a_request_goes_on_if_the_judge_is_late(
@@ -153,7 +154,7 @@ async def test_a_classifier_judges(served: Served, memory: ServedBundle, tmp_pat
     both = PairClassifier(str(folder)).said([Pair(CODE, REQUEST), Pair(REQUEST, CODE)])
     generous, measured = Judging(served, -99.0, judge=str(folder)), Judging(served, None, judge=str(folder))
     (found,) = await generous.facts(REQUEST)
-    assert (found["id"], found["odds"]) == ("Lima", pytest.approx(min(both), abs=1e-5))
+    assert (found["id"], found["odds"]) == ("Lima", pytest.approx(weighed(*both), abs=1e-5))
     assert await measured.facts(REQUEST) == []
     assert measured.engine.facts.judged is not None
     while measured.engine.facts.judged.ability is None:

@@ -35,6 +35,7 @@ from benchmarks.real.model import cache_folder
 from benchmarks.research.gate.public_rivals import MeanStates, rival_scores
 from benchmarks.research.gate.public_sets import OUT_OF_SCOPE, SETS, PublicBundle, PublicData
 from benchmarks.research.gate.wordings import read_lists
+from inducekv_vllm.backbone.meaning import SentenceEncoder
 from inducekv_vllm.backbone.turns import message
 from inducekv_vllm.bundle import Gate
 from inducekv_vllm.bundle.source import source_digest_of
@@ -67,8 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    data, backbone = PublicData.read(options.data, options.half), Backbone.load(options.model)
-    states = MeanStates(backbone, options.cache / f"{backbone.fingerprint.weights_digest[:16]}.pt")
+    data = PublicData.read(options.data, options.half)
+    backbone = Backbone.load(options.model, getattr(torch, options.dtype))
+    encoder = None if options.encoder is None else SentenceEncoder(str(options.encoder))
+    states = None
+    if not options.no_states:
+        states = MeanStates(backbone, options.cache / f"{backbone.fingerprint.weights_digest[:16]}.pt")
     cells = known_cells(options.out)
     for seed, examples, num_tasks, name in itertools.product(
         options.seeds, options.examples, options.tasks, options.sets
@@ -82,9 +87,9 @@ def run(options: argparse.Namespace) -> None:
         if cell is None:
             cells.append(cell := {**key, "had": [len(task.train) for task in bundle.tasks], "methods": {}})
         known = set(cell["methods"]) | ({GATE} if options.rivals_alone else set())
-        for method, measured in measure(bundle, backbone, states, options, seed, known):
+        for method, measured in measure(bundle, backbone, (states, encoder), options, seed, known):
             cell["methods"][method] = measured
-            result = {"benchmark": "gate_public", "model": options.model.name, "cells": cells}
+            result = {"benchmark": "gate_public", "model": options.model.name, "dtype": options.dtype, "cells": cells}
             replace_file(options.out, (json.dumps({**result, "machine": describe_machine()}, indent=1) + "\n").encode())
             print(f"{name}, {num_tasks} tasks of {examples}, seed {seed}: {method}: {json.dumps(measured)}", flush=True)
 
@@ -98,7 +103,7 @@ def known_cells(path: Path) -> list[dict[str, Any]]:
 def measure(
     bundle: PublicBundle,
     backbone: Backbone,
-    states: MeanStates,
+    features: tuple[MeanStates | None, SentenceEncoder | None],
     options: argparse.Namespace,
     seed: int,
     known: set[str],
@@ -111,7 +116,7 @@ def measure(
         layers = None if options.layers is None else tuple(options.layers)
         yield GATE, _of_gate(bundle, backbone, asked, given, traffic, options.misses, layers, seed)
     if not known - {GATE} and not options.gate_alone:
-        for rival, scores in rival_scores(bundle, asked, states).items():
+        for rival, scores in rival_scores(bundle, asked, *features).items():
             took = {"fit_seconds": round(scores.seconds, 2), "decision_ms": round(scores.milliseconds, 3)}
             yield rival, {**shares(bundle, scores.margins), **took}
 
@@ -217,6 +222,9 @@ def _parser() -> argparse.ArgumentParser:
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--gate-alone", action="store_true", help="without the rivals")
     alone.add_argument("--rivals-alone", action="store_true", help="without the gate")
+    add("--encoder", type=Path, help="a sentence encoder, for a rival by its vectors")
+    add("--no-states", action="store_true", help="without the rivals that look at the model's states")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default: %(default)s)")
     add("--cache", type=Path, default=cache_folder() / "gate-public", help="of the model's states, which take longest")
     add("--threads", type=int, default=0, help="of torch (default: its own choice)")
     add("--out", type=Path, default=RESULTS, metavar="FILE.json", help="(default: %(default)s)")

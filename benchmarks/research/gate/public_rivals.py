@@ -24,6 +24,7 @@ from sklearn.pipeline import FeatureUnion, Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from benchmarks.research.gate.public_sets import PublicBundle
+from inducekv_vllm.backbone.meaning import SentenceEncoder
 from inducekv_vllm.backbone.turns import message, turn_marks
 from inducekv_vllm.gate import deciding_tokens
 from selector.backbone.model import Backbone, attention_named
@@ -34,6 +35,7 @@ Features = npt.NDArray[np.float32]
 EVERY: Final = 3  # layer is kept
 BATCH: Final = 16
 LONGEST: Final = 1500  # characters of a text
+ENCODER: Final = "sentence encoder, logistic regression"
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,19 @@ class MeanStates:
             self._known[text] = torch.stack(means).half()
 
 
-def rival_scores(bundle: PublicBundle, asked: Sequence[str], states: MeanStates | None) -> Mapping[str, Scores]:
-    """By rival; those that look at the model need its states."""
+def rival_scores(
+    bundle: PublicBundle, asked: Sequence[str], states: MeanStates | None, encoder: SentenceEncoder | None = None
+) -> Mapping[str, Scores]:
+    """By rival; those that look at the model need its states, one a sentence encoder."""
     outside = [request.text for request in everyday_requests() if not request.picture][:REQUESTS]
     texts = [text for task in bundle.tasks for text in task.train] + outside
     labels = np.array(
         [at for at, task in enumerate(bundle.tasks) for _ in task.train] + [len(bundle.tasks)] * len(outside)
     )
     found = {"TF-IDF, logistic regression": _fitted(_words(), texts, labels, asked)}
+    if encoder is not None:
+        classifier = LogisticRegression(C=10, max_iter=2000)
+        found[ENCODER] = _fitted(classifier, encoder.vectors(texts), labels, encoder.vectors(asked))
     if states is not None:
         fit, test = states.of(texts), states.of(asked)  # [n, L, d]
         found["last layer's mean, nearest"] = _nearest(fit[:, -1], labels, test[:, -1])

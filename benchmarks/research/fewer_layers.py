@@ -1,0 +1,176 @@
+"""Memory in some layers alone, at equal bytes: all, the last half, a third (the last, every third, by gradient).
+
+    python -m benchmarks.research.fewer_layers --model DIR [--task CSV --questions CSV] [--chosen 8] --output FILE
+
+The task is by default the 80 support tickets; a tenth of them is held out to stop by, and 24 others are asked. Each
+memory has one entry that acts on the generation, as of `inducekv-select --preset quick`: in k of L layers it has L / k
+times the tokens and the rank of maps. Layers are chosen by what the first batch says: the norm of the gradient of
+their values, before any step. Every question has the memory, whatever a gate would say. `right`: every token of the
+answer, and the end of it, is the likeliest after those before it. `nll`: the mean of the answers'. Resumable: what
+FILE has is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.from_a_table.__main__ import TABLES
+from benchmarks.record import keep, parser_of
+from inducekv_vllm.errors import InduceKVError
+from selector.backbone.model import Backbone
+from selector.backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
+from selector.backbone.tiled_attention import tiled_attention
+from selector.cli.columns import ColumnOptions
+from selector.data.choice import hold_out
+from selector.data.examples import Example, read_task
+from selector.recipes import DEFAULT as RECIPE
+from selector.refined.candidates import active_from
+from selector.refined.entries import initial_entries
+from selector.refined.settings import RefinedSettings
+from selector.refined.training import PAYLOADS, Training, TrainingProblem, log_prior, step_loss, train
+from selector.update.inputs import TaskInputs
+
+TOKENS, RANK = 16, 8  # of memory in all layers
+
+
+class InSomeLayers(Training):
+    """Trains payloads in these layers alone: elsewhere values stay 0, and change nothing."""
+
+    def __init__(self, problem: TrainingProblem, settings: RefinedSettings, rate: float, layers: Sequence[int]) -> None:
+        super().__init__(problem, settings, rate)
+        self._trained = torch.zeros(problem.memory.payload_keys.shape[0], dtype=torch.bool)  # [L]
+        self._trained[list(layers)] = True
+
+    def _of_trained_layers(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: torch.where(self._trained.view(-1, *[1] * (g.ndim - 1)), g, 0) if name in PAYLOADS else g
+            for name, g in gradients.items()
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        run(options)
+    except InduceKVError as error:
+        print(f"python -m benchmarks.research.fewer_layers: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(options: argparse.Namespace) -> None:
+    columns = ColumnOptions(columns=options.columns, task_name="support").of_table()
+    rows, questions = read_task(options.task, columns), read_task(options.questions, columns)
+    backbone = Backbone.load(options.model)
+    known = json.loads(options.output.read_text())["rows"] if options.output.is_file() else []
+    made = {(row["layers"], row["seed"]) for row in known}
+    with tiled_attention(backbone):
+        scorer = Scorer(backbone, batch_size=4 * EVALUATION_BATCHES)
+        for seed in options.seeds:
+            for name in ("all", "last half", "last third", "by gradient", "every third"):
+                if (name, seed) not in made:
+                    known.append(measured(scorer, rows, questions, name, options.chosen, seed))
+                    described = {"benchmark": "fewer_layers", "model": options.model.name, "questions": len(questions)}
+                    keep(described | {"rows": known}, options.output)
+
+
+def measured(
+    scorer: Scorer, rows: Sequence[Example], questions: Sequence[Example], name: str, chosen: int, seed: int
+) -> dict[str, Any]:
+    """Train the memory of one choice of layers, and ask it."""
+    began, L = time.process_time(), scorer.backbone.num_layers
+    layers = layers_of(name, scorer, rows, chosen, seed)
+    settings = settings_of(L // len(layers), seed)
+    problem = problem_of(scorer, rows, settings)
+    training = InSomeLayers(problem, settings, settings.learning_rate or 0.0, layers)
+    memory = train(training, None, name)
+    seconds, asked = time.process_time() - began, asked_with(scorer, questions)
+    losses = scorer.each_loss(asked, memory)
+    right = 0
+    with torch.no_grad():
+        for start in range(0, len(questions), scorer.batch_size):
+            part = slice(start, start + scorer.batch_size)
+            predicted = scorer.predicted(questions[part], memory, asked.terms(memory, part, None))
+            pairs = zip(questions[part], predicted, strict=True)
+            right += sum(log_p.argmax(dim=-1).tolist() == scorer.answer_tokens(each) for each, log_p in pairs)
+    return {
+        "layers": name,
+        "seed": seed,
+        "of": L,
+        "trained": list(layers),
+        "tokens": settings.payload_tokens,
+        "map_rank": settings.map_rank,
+        "right": right,
+        "nll": round(float(losses.mean()), 4),
+        "nll_error": round(float(losses.std()) / len(losses) ** 0.5, 4),
+        "steps": training.step,
+        "cpu_seconds": round(seconds, 1),
+    }
+
+
+def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, seed: int) -> list[int]:
+    L = scorer.backbone.num_layers
+    ranges = {"all": range(L), "last half": range(L - L // 2, L), "last third": range(L - L // 3, L)}
+    ranges["every third"] = range(2, L, 3)
+    if name in ranges:
+        return list(ranges[name])
+    norms = gradient_norms(scorer, rows, settings_of(1, seed))
+    return sorted(norms.argsort(descending=True)[:chosen].tolist())
+
+
+def gradient_norms(scorer: Scorer, rows: Sequence[Example], settings: RefinedSettings) -> Tensor:
+    """Of the values of each layer, over the first batch: [L]."""
+    problem = problem_of(scorer, rows, settings)
+    training = Training(problem, settings, settings.learning_rate or 0.0)
+    memory = replace(problem.memory, payload_values=training.parameters["payload_values"])
+    loss = step_loss(problem, settings, memory, 0)
+    (gradient,) = torch.autograd.grad(loss, [training.parameters["payload_values"]])
+    return gradient.flatten(1).norm(dim=1)
+
+
+def settings_of(times: int, seed: int) -> RefinedSettings:
+    """Of the preset `quick`, with so many times the bytes in a layer."""
+    quick = RECIPE.presets["quick"]
+    return RefinedSettings(**quick, payload_tokens=TOKENS * times, map_rank=RANK * times, facts="off", seed=seed)
+
+
+def problem_of(scorer: Scorer, rows: Sequence[Example], settings: RefinedSettings) -> TrainingProblem:
+    training, validation = hold_out(rows, settings.seed)
+    inputs = TaskInputs(training, validation, [], None)
+    entries, records = initial_entries(scorer.backbone, inputs, settings)
+    asked = asked_with(scorer, training), asked_with(scorer, validation)
+    return TrainingProblem(scorer, entries, asked[0], log_prior(training, records), asked[1], calibrate=False)
+
+
+def asked_with(scorer: Scorer, questions: Sequence[Example]) -> Questions:
+    """With a memory that acts on the generation; one entry for all needs no keys."""
+    keys = torch.zeros(len(questions), scorer.backbone.hidden_size)
+    return active_from(scorer, Questions(questions, keys), "generation")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--task", type=Path, default=TABLES / "train.csv")
+    parser.add_argument("--questions", type=Path, default=TABLES / "test.csv")
+    parser.add_argument("--columns", default="prompt=ticket,answer=team")
+    parser.add_argument("--chosen", type=int, default=8, help="layers, by gradient (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    options = parser.parse_args(arguments)
+    if options.output is None:
+        parser.error("--output is needed: it is what a stopped run goes on from")
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
