@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
+from inducekv_vllm.backbone.saying import next_token
 from inducekv_vllm.bundle import AdapterRecord, Bundle, FactRecord
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.facts import next_token
 from inducekv_vllm.frontend.offline import MemoryAnswer
 from inducekv_vllm.frontend.request import require_together
 from inducekv_vllm.frontend.served_bundle import ServedBundle
