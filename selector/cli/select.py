@@ -148,10 +148,7 @@ def _show(options: SelectOptions, learned: Learned) -> None:
             "computation)"
         )
         return
-    if learned.outcome == "written before":
-        _note(f"{options.output} is written already, digest {learned.bundle.digest}")
-    else:
-        _summarize(learned, options)
+    _summarize(learned, options)
     if options.publish:
         load_finished(options.publish, options.output)
 
