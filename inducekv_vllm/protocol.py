@@ -243,6 +243,13 @@ class Decided:
         """With the same changes of every decision."""
         return Decided(tuple(replace(each, **changes) for each in self.each))
 
+    def missing(self, missed: Sequence[FactMissed | None]) -> Decided:
+        """With the nearest fact of each memory, where none is found."""
+        if self.error is not None:
+            return self
+        pairs = [(each, near or each.missed) for each, near in zip(self.each, missed, strict=True)]
+        return Decided(tuple(each if each.fact is not None else replace(each, missed=near) for each, near in pairs))
+
     def redo_from(self, prompt_tokens: int) -> int | None:
         """As that of `Decision`: the first position that any of them changes."""
         found = [at for each in self.each if (at := each.redo_from(prompt_tokens)) is not None]
