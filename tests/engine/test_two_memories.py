@@ -131,13 +131,12 @@ def tasks_of(answers: Sequence[MemoryAnswer]) -> list[tuple[str | None, ...]]:
 
 
 def test_each_gate_decides_by_itself(served: MemoryEngine, gated: list[Prompt]) -> None:
-    """In one batch with others, preempted; and again, when decisions and blocks are known."""
+    """In one batch with others, preempted; and again, when blocks are known."""
     before, questions = served.counted("num_preemptions"), [*gated, *text_prompts(4, seed=10)]
     pairs: list[Pair | str | None] = [*[("own", "shared")] * 16, "acme", None, ("bolt", "manual"), ("acme", "manual")]
-    for source in ("computed", "cached"):
+    for _ in range(2):
         answers = check(served, questions, pairs, max_tokens=40)
         assert tasks_of(answers[:16]) == list(itertools.product(("a", None), ("b", None))) * 4
-        assert {decision.source for answer in answers[:16] for decision in answer.decisions} == {source}
         assert tasks_of(check(served, gated[:4], ["own", "shared"] * 2)) == [("a",), (None,), (None,), (None,)]
     assert served.counted("num_preemptions") > before
 
