@@ -123,7 +123,7 @@ class MemoryEngine:
             rendered, owner = require_rendered(prompt), OWNER.get()
             names = memory_names(lora_request.lora_name, sampling_params.extra_args, self._config)
             with self._leases(names) as leases:
-                request = self._request(leases, rendered, sampling_params, owner)
+                request = self._request(leases, rendered, sampling_params)
         return self._generate_with_memory(names, owner, rendered, request, request_id, options)
 
     async def _generate_with_memory(
@@ -140,7 +140,7 @@ class MemoryEngine:
                 stack.enter_context(self._stop.running())
                 leases = stack.enter_context(self._leases(names))
                 if [lease.memory for lease in leases] != list(request.memories):  # others took their places since
-                    request = self._request(leases, prompt, request.user_params, owner)
+                    request = self._request(leases, prompt, request.user_params)
                 observed = stack.enter_context(observing([lease.metrics for lease in leases]))
                 before_waiting = partial(self.invalidate_mm_cache, prompt)
                 asked, judging = await self.facts.asked(request.memories, prompt, before_waiting)
@@ -192,10 +192,8 @@ class MemoryEngine:
             raise TaskDataError(f"its picture cannot be used: {error}") from error
         return await asyncio.to_thread(record_of, prompt)
 
-    def _request(
-        self, leases: Sequence[Lease], prompt: EngineInput, params: SamplingParams, owner: str
-    ) -> EngineRequest:
-        return engine_request(leases, prompt, params, self._config, self._placeholders, owner)
+    def _request(self, leases: Sequence[Lease], prompt: EngineInput, params: SamplingParams) -> EngineRequest:
+        return engine_request(leases, prompt, params, self._config, self._placeholders)
 
     async def _note(
         self, request_id: str, owner: str, leases: Sequence[Lease], decided: Decided, observed: Observation

@@ -41,7 +41,6 @@ SUCCESS, FAILED, WORSE = 0, 2, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
     try:
         with warnings_as_lines(PROGRAM):
             return run(*parse_arguments(arguments))
@@ -147,10 +146,7 @@ def _show(options: SelectOptions, learned: Learned) -> None:
             "computation)"
         )
         return
-    if learned.outcome == "written before":
-        _note(f"{options.output} is written already, digest {learned.bundle.digest}")
-    else:
-        _summarize(learned, options)
+    _summarize(learned, options)
     if options.publish:
         load_finished(options.publish, options.output)
 

@@ -27,8 +27,6 @@ Input = Literal["task", "document", "validation", "anchors", "base", "background
 
 
 class Recipe(ABC, Generic[S]):
-    """One way of learning."""
-
     name: ClassVar[str]  # as bundles record it
     settings: type[S]  # with a seed, among others
     takes: ClassVar[frozenset[Input]]  # what may be given to it
