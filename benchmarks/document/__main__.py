@@ -122,7 +122,7 @@ class Compared:
     def _measured(self, memory: TensorMemory | None, put: Put = str) -> dict[str, Any]:
         """How many questions are answered right, and what was said to the others."""
         wrong = dict[str, str]()
-        batch = len(self.asked) if put is str else 4
+        batch = 15 if put is str else 4
         for start in range(0, len(self.asked), batch):
             some = self.asked[start : start + batch]
             prompts = [self.backbone.encode([message("user", put(each.question))], []) for each in some]

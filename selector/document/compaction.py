@@ -72,7 +72,8 @@ def compacted(backbone: Backbone, text: TensorMemory, references: Sequence[Tenso
     terms = text.terms(text.retrieval_keys.expand(len(ids), -1))
     with attention_named(backbone, COMPACTING), injected(text, terms):
         backbone.model.base_model(input_ids=ids, attention_mask=real.long(), use_cache=False)
-    return compacting.found()
+    found = compacting.found()
+    return Compacted(found.keys.cpu(), found.values.cpu(), found.lost)
 
 
 class _Compacting:
