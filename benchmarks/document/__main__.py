@@ -120,18 +120,18 @@ class Compared:
         return compacted_text(self.backbone, self.text, self.text.tokens // share)
 
     def _measured(self, memory: TensorMemory | None, put: Put = str) -> dict[str, Any]:
-        """How many questions are answered right, and what was said to the others."""
-        wrong = dict[str, str]()
+        """How many questions are answered right, and what was said to each."""
+        said = list[str]()
         batch = 15 if put is str else 4
         for start in range(0, len(self.asked), batch):
             some = self.asked[start : start + batch]
             prompts = [self.backbone.encode([message("user", put(each.question))], []) for each in some]
             terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(some), -1))
             with tiled_attention(self.backbone):
-                said = generate(self.backbone, prompts, TOKENS, memory, terms)
-            texts = [self.backbone.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in said]
-            wrong |= {each.question: text for each, text in zip(some, texts, strict=True) if not is_right(text, each)}
-        return {"right": len(self.asked) - len(wrong), "wrong": wrong}
+                found = generate(self.backbone, prompts, TOKENS, memory, terms)
+            said += [self.backbone.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in found]
+        answers = {each.question: text for each, text in zip(self.asked, said, strict=True)}
+        return {"right": sum(is_right(answers[each.question], each) for each in self.asked), "answers": answers}
 
     def retrieved(self) -> Put:
         """The question behind the pieces that share most words with it."""
