@@ -27,9 +27,10 @@ from ..runtime.progress import note
 from ..runtime.running import ALONE, Run
 from ..update.inputs import TaskInputs, require_context
 from ..update.result import UpdateResult
+from .chunks import spread
 from .questions import clozes_of, questions_asked
 from .settings import DOCUMENT, DocumentSettings
-from .text import CompactedText, Text, compacted_text, spread
+from .text import CompactedText, Text, compacted_text
 
 SHARES: Final = (2, 4, 8, 16)  # that a dry run tells of
 VALIDATED: Final = 16  # sentences with a word left out, at most, that the report asks of each document
