@@ -13,7 +13,7 @@ from selector.backbone.generation import score
 from selector.backbone.model import Backbone
 from selector.document.compaction import compacted
 from selector.document.matching import kept
-from selector.document.references import references, repeat
+from selector.document.references import about, references, repeat
 from selector.document.text import Block, read
 from tests.tiny_models import save_tiny_llama
 
@@ -85,9 +85,11 @@ def test_blocks_are_read_behind_one_another(llama: Backbone) -> None:
 
 
 def test_what_asks(llama: Backbone) -> None:
-    """A piece, named by how it begins, is repeated to its end."""
+    """A piece is repeated to its end; sentences are asked about by how they begin."""
     assert repeat(TEXT) == 'Repeat the part of the text that begins with "The kestrel valve opens at 37 bar.".'
-    (ids,) = references(llama, [TEXT])
-    text = llama.tokenizer.decode(ids)
-    assert repeat(TEXT) in text
-    assert text.rindex(TEXT) > text.index(repeat(TEXT))
+    assert about("The plover valve is new and green.") == "What does the text say about The plover valve is new?"
+    texts = [llama.tokenizer.decode(ids) for ids in references(llama, [TEXT])]
+    assert len(texts) == 2
+    assert repeat(TEXT) in texts[0]
+    assert TEXT in texts[0]
+    assert texts[1].count("What does the text say about") == 3
