@@ -19,7 +19,7 @@ from .chunks import sentences_of, spread
 
 BEGINNING: Final = 8  # words of a piece that name it
 SUBJECT: Final = 5  # words of a sentence that are asked about
-TURNS: Final = 6  # of a conversation
+TURNS: Final = 8  # of a conversation
 SENTENCES: Final = 24  # of the pieces, that are asked about, at most
 
 
