@@ -48,14 +48,14 @@ class Anchors:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """One task, or a document, to learn."""
+    """One task, or documents, to learn."""
 
     load: Callable[[], Backbone]
     recipe: Recipe[Any]
     settings: Any  # of the recipe
     examples: Sequence[Example] = ()
     validation: Sequence[Example] | None = None  # None: a tenth of the examples, which the seed chooses
-    document: Document | None = None  # what is learned in place of examples
+    documents: Sequence[Document] = ()  # what is learned in place of examples
     others: GateData = NO_QUESTIONS  # what the gate is to stay closed for
     previous: Bundle | None = None
     anchors: Anchors | None = None  # None: none are read, chosen or kept
@@ -99,7 +99,7 @@ def checked(request: TaskRequest) -> CheckedTask:
     recipe, settings, others = request.recipe, request.settings, request.others
     training: Sequence[Example] = ()
     validation: Sequence[Example] = ()
-    if request.document is None:
+    if not request.documents:
         training, validation = divided(distinct(request.examples), request.validation, settings.seed)
     identity = {
         **(request.identity or {}),
@@ -111,12 +111,12 @@ def checked(request: TaskRequest) -> CheckedTask:
         "training": examples_digest(training),
         "also": [example.also for example in training],
         "validation": examples_digest(validation),
-        "document": None if request.document is None else [request.document.name, request.document.digest],
+        "documents": [[document.name, document.digest] for document in request.documents],
         "previous": None if request.previous is None else request.previous.digest,
     }
     run = identity_digest(identity)
     anchors = _earlier_anchors(request.anchors, {example.task for example in training}, run)
-    inputs = TaskInputs(training, validation, anchors, request.previous, others, request.document)
+    inputs = TaskInputs(training, validation, anchors, request.previous, others, request.documents)
     check_answers(inputs)
     check_continued(request.previous, recipe.name, recipe.continues)
     recipe.check(inputs, settings)
@@ -189,7 +189,7 @@ def _kept_records(request: TaskRequest) -> set[Record]:
     if request.previous is None:
         return set()
     metadata = request.previous.metadata
-    return {*metadata.facts, *(metadata.entries if request.document is None else ())}
+    return {*metadata.facts, *(() if request.documents else metadata.entries)}
 
 
 def _chosen_anchors(task: CheckedTask) -> tuple[Example, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from inducekv_vllm.bundle import Bundle
@@ -36,6 +37,9 @@ class Recipe(ABC, Generic[S]):
     def inherited(self, previous: Bundle, given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that a memory takes over from the one before, unless they are given."""
         return {"budget": previous.metadata.budget}
+
+    def check_model(self, model: str | Path) -> None:
+        """Refuse a model by its configuration, before it is loaded. Raises UnsupportedModel."""
 
     @abstractmethod
     def check(self, inputs: TaskInputs, settings: S) -> None:
