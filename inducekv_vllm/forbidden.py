@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from vllm.sampling_params import SamplingParams
 
 BANNED: Final = -100.0  # a bias that bans a token
-
-
-def forbidding(params: SamplingParams | None) -> Hashable:
-    """All in a request's parameters that `why_forbidden` looks at: decisions are shared where it is the same."""
-    if params is None:
-        return None
-    banned = tuple(sorted(token for token, bias in (params.logit_bias or {}).items() if bias <= BANNED))
-    allowed = None if params.allowed_token_ids is None else tuple(sorted(params.allowed_token_ids))
-    bad_words = tuple(map(tuple, params.bad_words_token_ids or ()))
-    return params.structured_outputs is not None, params.min_tokens, banned, allowed, bad_words
 
 
 def why_forbidden(params: SamplingParams, answer: Sequence[int]) -> str | None:

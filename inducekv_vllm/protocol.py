@@ -32,7 +32,7 @@ STARTS = "inducekv_starts"  # an attribute of SchedulerOutput: {request id: Star
 MEDIA = "inducekv_media"  # an attribute of SchedulerOutput: {request id: vLLM's features of its prompt}
 # Of what is read: nothing else has these fields.
 _EXACTLY = with_config(ConfigDict(extra="forbid"))
-Source = Literal["computed", "cached", "none"]
+Source = Literal["computed", "none"]
 BlockKey = tuple[str, str, int]  # ours, a memory's content, the first position that it acts on
 
 
@@ -85,7 +85,6 @@ class DecideSpec:
     bundle: str  # its digest
     retrieval: bool  # whether the query key for the retrieval is needed; the prompt is computed as a whole then
     top_k: int | None
-    owner: str = ""  # who may share the decision
     adapters: tuple[tuple[str, TaskAdapter], ...] = ()  # of the tasks that have one instead of entries
     asked: AskedFacts = NO_FACTS  # what the prompt's text asks for
 
@@ -141,7 +140,6 @@ class Decision:
     margins: tuple[float, ...] | None = None  # of the gate's tasks, in their order; None without a gate
     similarity: float | None = None  # inner product of the query and the closest entry's key, if they were compared
     seconds: float = 0.0  # the time that gate and index took
-    valid_until: float | None = None  # in seconds since the epoch: an entry expires then
     same_pass: bool = False  # the prompt's forward pass went on with what is decided; without it, the request goes back
     fact: FactFound | None = None  # beside any outcome but an error
     missed: FactMissed | None = None  # the nearest one, if none was found
@@ -245,9 +243,12 @@ class Decided:
         """With the same changes of every decision."""
         return Decided(tuple(replace(each, **changes) for each in self.each))
 
-    def is_valid(self, now: float) -> bool:
-        """Whether it can still be given, at a time in seconds since the epoch."""
-        return all(each.valid_until is None or now < each.valid_until for each in self.each)
+    def missing(self, missed: Sequence[FactMissed | None]) -> Decided:
+        """With the nearest fact of each memory, where none is found."""
+        if self.error is not None:
+            return self
+        pairs = [(each, near or each.missed) for each, near in zip(self.each, missed, strict=True)]
+        return Decided(tuple(each if each.fact is not None else replace(each, missed=near) for each, near in pairs))
 
     def redo_from(self, prompt_tokens: int) -> int | None:
         """As that of `Decision`: the first position that any of them changes."""

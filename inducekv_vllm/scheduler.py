@@ -12,25 +12,21 @@ from untouched ones and from those of any other memory. Of two memories, the blo
 keys of both: the blocks before it are those of every request that has the earlier one there.
 
 Until the decision, nobody else gets the block of the prompt's last token, even if that fills it: where A lies in it,
-the request goes back in place. Otherwise vLLM's own preemption gives it other blocks. A prompt that the same owner has
-asked about before is decided at once.
+the request goes back in place. Otherwise vLLM's own preemption gives it other blocks.
 
 `--scheduler-cls inducekv_vllm.scheduler.memory_scheduler` selects it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial, wraps
 from typing import Any
 
-from cachetools import LRUCache
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
@@ -41,7 +37,6 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from .forbidden import forbidding
 from .protocol import (
     DECISIONS,
     JUDGE,
@@ -57,7 +52,6 @@ from .protocol import (
 from .vllm_seams.patches import patch
 
 NEVER = 1 << 60  # a step
-MOST_KNOWN = 4096  # decisions that are remembered
 EXTRA_KEYS = ("generate_block_hash_extra_keys", "generate_lookahead_block_hash_extra_keys")  # the latter since 0.33
 
 
@@ -77,7 +71,6 @@ class _Phase(Enum):
 class _Asked:
     """A request whose memory depends on its prompt, until its last output."""
 
-    identity: bytes  # `_identity`
     decided: Decided | None = None
     start: Start | None = None  # that the worker has not heard of
     held_logprobs: Any = None  # of the prompt; they came with the token that was dropped
@@ -99,7 +92,6 @@ class _MemoryRequests(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.asked: dict[str, _Asked] = {}  # by request id
-        self.known: LRUCache[bytes, Decided] = LRUCache(MOST_KNOWN)  # by `_identity`
         self.lacking_media: set[str] = set()  # of any request, see `_media_again`
         patch(self.kv_cache_manager.coordinator, "cache_blocks", lambda cache: partial(self._cache_blocks, cache))
         if self.enable_kv_cache_events:
@@ -111,24 +103,14 @@ class _MemoryRequests(Scheduler):
         specs = parse_specs(request.sampling_params.extra_args if request.sampling_params else None)
         to_decide = [spec for spec in specs if isinstance(spec, DecideSpec)]
         if to_decide and request.request_id not in self.requests:
-            self._ask(request, to_decide)
+            self.asked[request.request_id] = _Asked()
+            request.skip_reading_prefix_cache |= any(spec.retrieval for spec in to_decide)  # until it is decided
         else:
             self._keep_apart(request, [spec for spec in specs if isinstance(spec, InjectionSpec)])
         super().add_request(request)
         if request.sampling_params is not None and JUDGE in (request.sampling_params.extra_args or {}):
             self.waiting.remove_requests([request])  # a request for memory waits for its answer
             self.waiting.prepend_request(request)
-
-    def _ask(self, request: Request, specs: Sequence[DecideSpec]) -> None:
-        """The worker decides, unless it is known what it would say."""
-        asked = self.asked[request.request_id] = _Asked(_identity(request, specs))
-        known = self.known.get(asked.identity)
-        if known is not None and known.is_valid(time.time()):
-            asked.decided = known.changed(source="cached", seconds=0.0, same_pass=False)
-            asked.start = asked.decided.start(request.num_prompt_tokens)
-            self._take_blocks(request, asked.start)
-        else:
-            request.skip_reading_prefix_cache |= any(spec.retrieval for spec in specs)  # until it is decided
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
@@ -200,7 +182,6 @@ class _MemoryRequests(Scheduler):
             self._drop_token(asked, request_id, output)
             self.encoder_cache_mismatch_reqs.add(request_id)  # vLLM ends these with an error
             return None
-        self.known[asked.identity] = decided
         start = decided.start(request.num_prompt_tokens)
         if decided.same_pass:
             self._take_blocks(request, start)
@@ -294,19 +275,6 @@ class _MemoryScheduler(_MemoryRequests, Scheduler):
 
 class _MemoryAsyncScheduler(_MemoryRequests, AsyncScheduler):
     pass
-
-
-def _identity(request: Request, specs: Sequence[DecideSpec]) -> bytes:
-    """A digest that two requests share only if they have one owner and their decisions would be the same.
-
-    It includes the user's cache salt: users who must not share prefix blocks must not share decisions either.
-    """
-    sha = hashlib.sha256(array("q", request.prompt_token_ids or ()).tobytes())
-    for feature in request.mm_features:
-        sha.update(f"\n{feature.modality} {feature.mm_position.offset} {feature.identifier}".encode())
-    adapter = request.lora_request.lora_name if request.lora_request is not None else None
-    sha.update(repr((adapter, request.cache_salt, specs, forbidding(request.sampling_params))).encode())
-    return sha.digest()
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from .data.examples import Example
 from .data.given import Data, read
 from .data.notes import TaskDataWarning
 from .data.records import BY_NAME, Columns
-from .document.reading import read_document
+from .document.reading import read_documents
 from .gate.data import read_others
 from .recipes import DEFAULT, recipes_for, settings_after
 from .run import Anchors, TaskRequest, checked, learn
 from .runtime.callback import Callback
 from .update.accuracy import Accuracy, accuracies_of
+from .update.recipe import Recipe
 from .update.result import helps
 
 __all__ = [
@@ -126,7 +127,7 @@ def teach(
 
 def teach_document(
     model: str | Path | Backbone,
-    document: str | Path | Document,
+    document: str | Path | Document | Sequence[Document],
     *,
     base: Data = (),
     background: Data = (),
@@ -137,30 +138,29 @@ def teach_document(
     output: str | Path | None = None,
     **settings: Any,
 ) -> Taught:
-    """A bundle that knows a document: the model studies it, and one entry is trained to answer without it.
+    """A bundle that knows documents: a few keys and values of each, fitted to act like all of them.
 
     Args:
-        document: a file of text, Markdown, HTML or PDF, whose name is the title; or `selector.Document`.
-        previous: the memory of an earlier version of the document, from which the training starts.
-        output: as of `teach`; what was studied is kept beside it until the bundle is written.
-        settings: of `DocumentSettings`: payload_tokens, steps, form, start, ...
-        base, background, near_misses, progress, callbacks: as of `teach`.
+        document: a file of text, Markdown, HTML or PDF, whose name is the title, or a folder of such files; or
+            `selector.Document`, one or several. Each is a task of the gate.
+        previous: the memory of earlier versions of the same documents.
+        settings: of `DocumentSettings`: share, payload_tokens, ...
+        base, background, near_misses, progress, callbacks, output: as of `teach`.
 
     Raises:
-        TaskDataError: the document cannot be read or is too short, nothing can be asked about it, or a loss is not
-            finite.
-        ConfigError, UnsupportedModel, BundleError: as of `teach`; the previous memory is none of this document.
+        TaskDataError: a document cannot be read or is too short, or nothing can be asked about it.
+        ConfigError, UnsupportedModel, BundleError: as of `teach`; the previous memory is none of these documents.
     """
     before = previous.bundle if isinstance(previous, Taught) else previous
     (recipe,) = recipes_for("document")
-    if not isinstance(document, Document):
-        document = Document(Path(document).stem, read_document(Path(document)))
+    if isinstance(document, str | Path):
+        document = read_documents(Path(document))
     task = checked(
         TaskRequest(
-            load=lambda: _loaded(model),
+            load=lambda: _loaded(model, recipe),
             recipe=recipe,
             settings=settings_after(before, recipe, settings, _device_of(model)),
-            document=document,
+            documents=(document,) if isinstance(document, Document) else document,
             others=read_others(base, background, near_misses),
             previous=before,
             output=None if output is None else Path(output),
@@ -203,5 +203,8 @@ def _name_of(model: str | Path | Backbone) -> str | Path:
     return model.model.config.name_or_path if isinstance(model, Backbone) else model
 
 
-def _loaded(model: str | Path | Backbone) -> Backbone:
-    return model if isinstance(model, Backbone) else Backbone.load(model)
+def _loaded(model: str | Path | Backbone, recipe: Recipe[Any] = DEFAULT) -> Backbone:
+    if isinstance(model, Backbone):
+        return model
+    recipe.check_model(model)
+    return Backbone.load(model)

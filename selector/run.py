@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from inducekv_vllm.bundle import Bundle, Record, read_bundle
+from inducekv_vllm.bundle import Bundle, Record
 from inducekv_vllm.errors import InduceKVError
 
 from .backbone.model import Backbone
@@ -34,7 +34,7 @@ from .update.outputs import KeptAnchors, sole_writer, write_outputs, write_repor
 from .update.recipe import Recipe
 from .update.result import helps, with_dates
 
-Outcome = Literal["learned", "written before", "no better"]
+Outcome = Literal["learned", "no better"]
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Anchors:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """One task, or a document, to learn."""
+    """One task, or documents, to learn."""
 
     load: Callable[[], Backbone]
     recipe: Recipe[Any]
     settings: Any  # of the recipe
     examples: Sequence[Example] = ()
     validation: Sequence[Example] | None = None  # None: a tenth of the examples, which the seed chooses
-    document: Document | None = None  # what is learned in place of examples
+    documents: Sequence[Document] = ()  # what is learned in place of examples
     others: GateData = NO_QUESTIONS  # what the gate is to stay closed for
     previous: Bundle | None = None
     anchors: Anchors | None = None  # None: none are read, chosen or kept
@@ -83,9 +83,9 @@ class CheckedTask:
 class Learned:
     """The next memory, and what has become of it."""
 
-    outcome: Outcome  # "written before": by the same run, which was stopped later
+    outcome: Outcome
     bundle: Bundle
-    report: dict[str, Any] = field(default_factory=dict)  # empty if it was written before
+    report: dict[str, Any]
     anchors: tuple[Example, ...] = ()  # of this task
 
 
@@ -100,7 +100,7 @@ def checked(request: TaskRequest) -> CheckedTask:
     recipe, settings, others = request.recipe, request.settings, request.others
     training: Sequence[Example] = ()
     validation: Sequence[Example] = ()
-    if request.document is None:
+    if not request.documents:
         training, validation = divided(distinct(request.examples), request.validation, settings.seed)
     identity = {
         **(request.identity or {}),
@@ -112,12 +112,12 @@ def checked(request: TaskRequest) -> CheckedTask:
         "training": examples_digest(training),
         "also": [example.also for example in training],
         "validation": examples_digest(validation),
-        "document": None if request.document is None else [request.document.name, request.document.digest],
+        "documents": [[document.name, document.digest] for document in request.documents],
         "previous": None if request.previous is None else request.previous.digest,
     }
     run = identity_digest(identity)
     anchors = _earlier_anchors(request.anchors, {example.task for example in training}, run)
-    inputs = TaskInputs(training, validation, anchors, request.previous, others, request.document)
+    inputs = TaskInputs(training, validation, anchors, request.previous, others, request.documents)
     check_answers(inputs)
     check_continued(request.previous, recipe.name, recipe.continues)
     recipe.check(inputs, settings)
@@ -130,7 +130,7 @@ def learn(
     """Update the memory, choose the task's anchors, and write both; the same request gives the same tensors.
 
     Args:
-        then: shows or publishes what was learned. If it fails, the same run comes here again without computing.
+        then: shows or publishes what was learned.
         callbacks: are told of each step of a training, and of the end.
 
     Raises:
@@ -141,10 +141,8 @@ def learn(
     """
     output = task.request.output
     with sole_writer(output) if output is not None else contextlib.nullcontext():
-        learned, checkpoint = _written_before(task) or _update_and_write(task, callbacks)
+        learned = _update_and_write(task, callbacks)
         then(learned)
-        if checkpoint is not None and learned.outcome != "no better":
-            checkpoint.remove()
     return learned
 
 
@@ -156,28 +154,12 @@ def _earlier_anchors(anchors: Anchors | None, learnt: Collection[str], run: str)
     return anchors.store.read(except_run=run, except_tasks=learnt if anchors.replace else ())
 
 
-def _progress_folder(task: CheckedTask) -> Path | None:
-    output = task.request.output
-    return None if output is None or task.request.identity is None else output.with_name(f".{output.name}.progress")
-
-
-def _written_before(task: CheckedTask) -> tuple[Learned, Checkpoint] | None:
-    """The bundle of a run that has written everything but was not cleared away, if there is one."""
-    output, folder = task.request.output, _progress_folder(task)
-    if output is None or folder is None or (finished := Checkpoint.finished(folder, task.identity)) is None:
-        return None
-    checkpoint, digest = finished
-    if not output.exists() or (bundle := read_bundle(output)).digest != digest:
-        return None
-    return Learned("written before", bundle), checkpoint
-
-
-def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> tuple[Learned, Checkpoint | None]:
-    request, folder = task.request, _progress_folder(task)
+def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> Learned:
+    request, output = task.request, task.request.output
     backbone = request.load()
     checkpoint, began = None, datetime.now(UTC).replace(microsecond=0)
-    if folder is not None:
-        checkpoint, resumed = Checkpoint.open(folder, task.identity)
+    if output is not None and request.identity is not None:
+        checkpoint, resumed = Checkpoint.open(output.with_name(f".{output.name}.progress"), task.identity)
         began = checkpoint.began
         if resumed and request.progress:
             note("resuming an earlier run")
@@ -192,15 +174,15 @@ def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> tuple
         bundle = with_dates(result.bundle, _kept_records(request), *request.dates(began))
         result = replace(result, bundle=bundle, report=result.report | {"digest": bundle.digest})
     if not (request.allow_worse or helps(result.report)):
-        if request.output is not None:
-            write_report(request.output, result.report)
-        return Learned("no better", result.bundle, result.report), checkpoint
+        if output is not None:
+            write_report(output, result.report)
+        return Learned("no better", result.bundle, result.report)
     anchors = _chosen_anchors(task)
-    if request.output is not None:
-        write_outputs(request.output, result, _kept(task, anchors), request.settings.seed)
+    if output is not None:
+        write_outputs(output, result, _kept(task, anchors), request.settings.seed)
     if checkpoint is not None:
-        checkpoint.finish(result.bundle.digest)
-    return Learned("learned", result.bundle, result.report, anchors), checkpoint
+        checkpoint.remove()
+    return Learned("learned", result.bundle, result.report, anchors)
 
 
 def _kept_records(request: TaskRequest) -> set[Record]:
@@ -208,7 +190,7 @@ def _kept_records(request: TaskRequest) -> set[Record]:
     if request.previous is None:
         return set()
     metadata = request.previous.metadata
-    return {*metadata.facts, *(metadata.entries if request.document is None else ())}
+    return {*metadata.facts, *(() if request.documents else metadata.entries)}
 
 
 def _chosen_anchors(task: CheckedTask) -> tuple[Example, ...]:

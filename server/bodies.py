@@ -52,7 +52,6 @@ class ReadApart(Request):
             yield part
 
     async def json(self) -> Any:
-        """As of any request."""
         if not hasattr(self, "_json"):
             self._json = await parsed(await self.body())
         return self._json

@@ -28,8 +28,6 @@ ERASE_S: Final = 5.0  # so long changes wait for the memory of a bundle to be ov
 
 
 class Engines:
-    """See the module docstring."""
-
     def __init__(self, client: EngineClient, pool: PoolSize | None = None) -> None:
         """`pool`: that of each rank."""
         self.client, self.pool = client, pool or PoolSize()

@@ -43,7 +43,6 @@ class Journal:
         self.latest: deque[dict[str, Any]] | None = deque(maxlen=LATEST) if config.memory_page else None
 
     async def note(self, event: str, **details: Any) -> None:
-        """Record what has happened already."""
         try:
             await asyncio.to_thread(self._state.note, event, details)
         except InduceKVError as error:
@@ -113,7 +112,6 @@ class Journal:
             logger.warning("which facts have answered cannot be noted: %s", error)
 
     async def put_trace(self, owner: str, cache_salt: str | None, request_id: str, trace: dict[str, Any]) -> None:
-        """Keep what a request was answered with."""
         await asyncio.to_thread(self._state.put_trace, owner, cache_salt, request_id, trace)
 
     async def traces(self, owner: str, cache_salt: str | None, response_id: str) -> list[dict[str, Any]]:

@@ -63,8 +63,6 @@ class Changed:
 
 
 class BundleReader:
-    """See the module docstring."""
-
     def __init__(
         self, client: EngineClient, backbone: BackboneFingerprint, state: ServerState, config: InduceKVConfig
     ) -> None:

@@ -82,7 +82,6 @@ class FsspecResolver:
             return None
 
     def fetch(self, name: str, copy: Path) -> Path:
-        """As `MemoryResolver.fetch`."""
         self._files.get_file(self._path(name), str(copy))
         return copy
 

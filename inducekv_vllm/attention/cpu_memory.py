@@ -36,7 +36,6 @@ class CPUMemoryAttention:
         self._merged: list[ActingRows] = []  # of merged memory, in the running step
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, AttentionLayer], builders: Sequence[Any]) -> None:
-        """See `MemoryAttention`."""
         try:
             check_merged(kv_cache, [(name, layer.impl) for name, layer in layers.items()], InduceKVCPUImpl, self._model)
             self._prepare_merged(kv_cache, builders)
@@ -54,7 +53,6 @@ class CPUMemoryAttention:
             builder.merged_rows = lambda: self._merged
 
     def cached_values(self, kv_cache: Tensor) -> Tensor:
-        """See `MemoryAttention`."""
         return packed_values(kv_cache)
 
     def warm_up(self) -> None:
@@ -64,17 +62,14 @@ class CPUMemoryAttention:
         """Nothing is copied: the steps read the memory itself."""
 
     def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
-        """See `MemoryAttention`."""
         self._merged = [each for each in acting if each.memory.bundle.form == "merged"]
         self.decoupled.merged = active_rows(self._merged)
         self.decoupled.active = active_rows([each for each in acting if each.memory.bundle.form == "decoupled"])
 
     def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
-        """See `MemoryAttention`."""
         self.decoupled.deciding[layer] = decide
 
     def end_step(self) -> None:
-        """See `MemoryAttention`."""
         self._merged = []
         self.decoupled.deciding.clear()
         self.decoupled.active, self.decoupled.merged = [], []

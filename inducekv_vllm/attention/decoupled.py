@@ -40,7 +40,6 @@ class DecoupledStep:
     deciding: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def acts(self, num_rows: int) -> bool:
-        """See `AddsMemory`."""
         return bool(self.active)
 
     def needs_lse(self, num_rows: int) -> bool:
@@ -68,7 +67,6 @@ class DecoupledStep:
                 output[rows] = picked
 
     def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
-        """See `AddsLatentMemory`."""
         for active in self.active:
             rows, memory = active.rows, active.memory
             if layer < memory.first_layer:

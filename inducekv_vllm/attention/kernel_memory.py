@@ -100,7 +100,6 @@ class KernelMemoryAttention:
         self._pieces: list[tuple[slice, StepLaunch]] = []  # of a step with many rows, for latents
 
     def attach(self, kv_cache: KVCacheConfig, layers: Mapping[str, AttentionLayer], builders: Sequence[Any]) -> None:
-        """See `MemoryAttention`."""
         try:
             check_merged(kv_cache, [(name, layer.impl) for name, layer in layers.items()], KeepsLse, self._model)
         except UnsupportedModel as refusal:
@@ -117,13 +116,11 @@ class KernelMemoryAttention:
         return kv_cache[..., kv_cache.shape[-1] // 2 :]
 
     def fill(self, memory: RequestMemory) -> None:
-        """See `MemoryAttention`."""
         self._tables.write(memory)
 
     # ---- before a step ------------------------------------------------------------------------------------------
 
     def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
-        """See `MemoryAttention`."""
         self._in_step = True
         found, behind = in_rounds(acting, sum(rows.num_scheduled))
         if rows.graph_rows is not None:
@@ -147,11 +144,9 @@ class KernelMemoryAttention:
             ]
 
     def decide_in(self, layer: int, decide: Callable[[], None]) -> None:
-        """See `MemoryAttention`."""
         self.deciding[layer] = decide
 
     def end_step(self) -> None:
-        """See `MemoryAttention`."""
         self._in_step = False
         self._step, self._step_behind, self._pieces = None, None, []
         self.deciding.clear()
@@ -160,11 +155,9 @@ class KernelMemoryAttention:
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
 
     def acts(self, num_rows: int) -> bool:
-        """See `AddsMemory`."""
         return self._launch(num_rows) is not None
 
     def needs_lse(self, num_rows: int) -> bool:
-        """See `AddsMemory`."""
         launch = self._launch(num_rows)
         return launch is not None and launch.shape.lse
 
@@ -173,7 +166,6 @@ class KernelMemoryAttention:
         return key, value
 
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
-        """See `AddsMemory`."""
         now = self._launch(len(query))
         if now is None:
             return

@@ -100,7 +100,6 @@ def require_layers(layers: Mapping[str, AttentionLayer], expected: Sequence[int]
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:
-    """The served model's."""
     dtype = model.dtype
     assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" before it starts a worker
     return dtype

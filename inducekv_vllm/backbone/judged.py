@@ -2,7 +2,8 @@
 
 The judge is the model that serves, or a classifier of pairs (`pair_classifier.py`): whoever asks it knows how.
 
-Each pair of questions is asked in both directions, and the smaller odds count. They are kept.
+Each pair of questions is asked in both directions. The smaller odds have `SMALLER` of the weight, the others the rest.
+They are kept.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from ..judge import Pair
 from ..judge.ability import ENOUGH, Ability, ability, is_hopeless, known_pairs, prices
 
 KEPT_PAIRS: Final = 1 << 16
+SMALLER: Final = (
+    0.75  # of the weight: with all of it 3% fewer of the package's wordings pass, with half of it 2% more others
+)
 NOT_MEASURED: Final = "it is measured now whether the model can judge other wordings"
 NO_ROOM: Final = "the model's context has no room for the judge's question"
 NOT_ABLE: Final = "the model cannot judge other wordings"
@@ -74,7 +78,7 @@ class Judged:
 
     def take(self, pairs: Sequence[Pair], odds: Sequence[float]) -> None:
         """The odds of `both_ways` of pairs."""
-        self._odds.update(zip(pairs, _smaller(odds), strict=True))
+        self._odds.update(zip(pairs, _weighed(odds), strict=True))
 
     def known(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
         return {pair: self._odds[pair] for pair in pairs if pair in self._odds}
@@ -97,11 +101,11 @@ class Judged:
     @staticmethod
     def is_hopeless(odds: Sequence[float]) -> bool:
         """Whether the odds of the first pairs tell already that the model is not able."""
-        return is_hopeless(_smaller(odds))
+        return is_hopeless(_weighed(odds))
 
     def measured(self, odds: Sequence[float]) -> Ability:
         """From the odds of both ways of the first of `known_pairs`."""
-        self._measured = _smaller(odds)
+        self._measured = _weighed(odds)
         self.ability = ability(self._measured)
         return self.ability
 
@@ -116,5 +120,10 @@ class Judged:
         return self.known(pairs)
 
 
-def _smaller(odds: Sequence[float]) -> list[float]:
-    return [min(odds[at : at + 2]) for at in range(0, len(odds), 2)]
+def weighed(one: float, other: float) -> float:
+    """The odds of a pair, from those of its directions."""
+    return SMALLER * min(one, other) + (1 - SMALLER) * max(one, other)
+
+
+def _weighed(odds: Sequence[float]) -> list[float]:
+    return [weighed(*odds[at : at + 2]) for at in range(0, len(odds), 2)]

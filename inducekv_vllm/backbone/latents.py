@@ -9,7 +9,6 @@ from typing import Any
 
 
 def is_latent(text: Any) -> bool:
-    """Whether a language model's configuration has latent attention."""
     return bool(getattr(text, "kv_lora_rank", None))
 
 

@@ -43,20 +43,13 @@ class DatedEntries:
     metadata: BundleMetadata
 
     @cached_property
-    def _expiries(self) -> list[datetime]:
-        """Ascending."""
-        records = (*self.metadata.entries, *self.metadata.facts)
-        return sorted({record.expires_at for record in records if record.expires_at is not None})
-
-    def next_expiry(self, now: datetime | None = None) -> datetime | None:
-        """When fewer entries or facts will be alive; None for never. `now` None for the clock's."""
-        moment = now or datetime.now(UTC)
-        return next((expiry for expiry in self._expiries if expiry > moment), None)
+    def _first_expiry(self) -> datetime | None:
+        return min((each.expires_at for each in self.metadata.entries if each.expires_at is not None), default=None)
 
     def alive(self, now: datetime | None = None) -> Sequence[int]:
         """The entries that have not expired; `now` None for the clock's."""
         entries = self.metadata.entries
-        if not self._expiries or (moment := now or datetime.now(UTC)) < self._expiries[0]:
+        if self._first_expiry is None or (moment := now or datetime.now(UTC)) < self._first_expiry:
             return range(len(entries))
         return [i for i, entry in enumerate(entries) if not entry.has_expired(moment)]
 

@@ -88,7 +88,6 @@ class PictureRecord(BaseModel):
 
     @property
     def data_url(self) -> str:
-        """Of the thumbnail."""
         return f"data:image/jpeg;base64,{self.thumbnail}"
 
     @classmethod

@@ -5,10 +5,10 @@ language.py   how questions are asked in a language; `languages/` has its words
 question.py   what a question says, and what makes two wordings one question
 rule.py       whether a request and a stored question are one question, or surely two, by words
 index.py      of many stored questions, the one that a request asks and those that it may ask
-answer.py     how a stored answer is said
+found.py      which facts a request asks for, and which it is answered with
 """
 
-from .answer import NO_FACTS, AskedFact, AskedFacts, FactFound, FactMissed, next_token, said
+from .found import NO_FACTS, AskedFact, AskedFacts, FactFound, FactMissed
 from .index import Found, QuestionIndex
 from .question import MOST_CHARACTERS, same_words
 from .rule import Comparison
@@ -25,7 +25,5 @@ __all__ = [
     "Found",
     "QuestionIndex",
     "has_words",
-    "next_token",
-    "said",
     "same_words",
 ]

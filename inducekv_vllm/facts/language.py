@@ -61,7 +61,9 @@ class Language:
             self._listed(context.get(each, "")) for each in ("leading", "personal", "referring", "addressing")
         )
         self._follows = re.compile(context["follows"], re.I) if "follows" in context else re.compile(_NOTHING)
-        self.tenses = [self._listed(each) for each in described["tenses"]]
+        self.tenses, self.kinds = ([self._listed(each) for each in described.get(of, ())] for of in ("tenses", "kinds"))
+        self.conditions = self._listed(described.get("conditions", ""))
+        self.past = {past: self.stem(now) for past, now in map(str.split, described.get("past", ()))}
         self.opposite = tuple(described["opposite"].split())
         self._requests, self._counts = int(counted.get("requests", 0)), dict(counted.get("stems", {}))
 

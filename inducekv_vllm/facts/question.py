@@ -39,6 +39,8 @@ class Question:
     terms: dict[str, Term]  # by their keys
     telling: frozenset[str]  # words that make another question: when, only, before
     tenses: frozenset[int]  # those that it has
+    kinds: frozenset[int]  # of what it asks for: a person, a place
+    conditions: frozenset[str]  # words that begin one; at its beginning they may as well say "whether"
     is_negated: bool
     asks_for: str | None  # "subject" or "object": who hired Tom, whom did Tom hire; None: neither, or it cannot be told
     quoted: frozenset[str]  # in lower case
@@ -101,7 +103,9 @@ def read(text: str, language: Language) -> Question:
         _key(words, language),
         _terms(language.words(plain), language),
         language.said(language.telling, plain),
-        frozenset(number for number, words in enumerate(language.tenses) if language.said(words, plain)),
+        frozenset(number for number, listed in enumerate(language.tenses) if language.said(listed, plain)),
+        frozenset(number for number, listed in enumerate(language.kinds) if language.said(listed, plain)),
+        language.conditions & {word.text for word in words[1:]},
         len(language.said(language.negating, plain)) % 2 == 1,
         _asks_for(words, language),
         frozenset(match.casefold() for match in _QUOTED.findall(written)),

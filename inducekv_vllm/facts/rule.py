@@ -4,7 +4,8 @@ They are one if what makes a question is equal (`question.key_of`). They are two
 
 - numbers, symbols or quoted words differ;
 - one asks who does it, the other to whom it is done;
-- one of them is negated, or has the opposite of a word of the other (legal, illegal);
+- one of them is negated, or has the opposite of a word of the other (legal, illegal) or its past (lead, led);
+- they ask for something of another kind (who, where), or one of them alone has a condition;
 - the request does not say a name of the stored question, or has another one;
 - their other words are the same, and a word that makes another question is in one of them alone (who, was, out, only).
 
@@ -58,12 +59,15 @@ def compare(stored: Question, asked: Question, language: Language) -> Comparison
         or ("one of them is negated" if _is_turned(stored, asked, missing, added) else None)
         or ("it asks for the other side" if {stored.asks_for, asked.asks_for} == {"subject", "object"} else None)
         or _first("it asks the opposite: {!r}", _opposite(missing, added, language))
+        or _first("it asks of another time: {!r}", _past(missing, added, language))
+        or _first("{!r} makes a condition in one of them alone", _condition(stored, asked, missing, added))
         or _first("it does not name {!r}", _names(missing))
         or _first("it names {!r}", _names(added))
         or _first(
             "the same words, but {!r} makes another question of one of them",
             _telling(stored, asked, missing, added, language),
         )
+        or ("they ask for something of another kind" if _are_apart(stored.kinds, asked.kinds) else None)
     )
     return _comparison(stored, asked, missing, added, differs)
 
@@ -112,7 +116,8 @@ def _misspelled(term: Term, other: Question) -> bool:
         len(term.word) >= SPELLED
         and term.word.isalpha()
         and any(
-            each.word[0] == term.word[0]
+            not (term.is_name and each.is_name)  # of names, one letter tells two: La Bella and La Belle
+            and each.word[0] == term.word[0]
             and abs(len(each.word) - len(term.word)) <= 1
             and OSA.distance(each.word, term.word, score_cutoff=1) <= 1
             for each in other.terms.values()
@@ -128,6 +133,21 @@ def _opposite(missing: list[Term], added: list[Term], language: Language) -> Ite
     for one, other in ((missing, added), (added, missing)):
         longer = {term.word for term in one}
         yield from (term.word for term in other for start in language.opposite if start + term.word in longer)
+
+
+def _past(missing: list[Term], added: list[Term], language: Language) -> Iterator[str]:
+    for one, other in ((missing, added), (added, missing)):
+        stems = {term.stem for term in other}
+        yield from (term.word for term in one if language.past.get(term.word) in stems)
+
+
+def _are_apart(one: frozenset[int], other: frozenset[int]) -> bool:
+    return bool(one) and bool(other) and one.isdisjoint(other)
+
+
+def _condition(stored: Question, asked: Question, missing: list[Term], added: list[Term]) -> list[str]:
+    """Where one of them says what the other says, and more."""
+    return [] if missing and added else sorted(stored.conditions ^ asked.conditions)
 
 
 def _names(terms: list[Term]) -> list[str]:
@@ -147,7 +167,7 @@ def _telling(
     if missing or added:
         return []
     in_place = ours | theirs if ours & language.particles and theirs & language.particles else frozenset()
-    if stored.tenses and asked.tenses and stored.tenses.isdisjoint(asked.tenses):
+    if _are_apart(stored.tenses, asked.tenses):
         in_place |= {"tense"}
     return sorted((ours | theirs) - language.particles) or sorted(in_place)
 

@@ -13,7 +13,7 @@ from ..backbone.fact_reader import AskedQuestion, FactReader
 from ..backbone.judged import Judged
 from ..backbone.meaning import SentenceEncoder
 from ..backbone.pair_classifier import PairClassifier
-from ..backbone.stored_facts import NO_ANSWER
+from ..backbone.stored_facts import NO_ANSWER, Candidates
 from ..bundle import BackboneFingerprint, FactRecord
 from ..errors import InduceKVError
 from ..facts import NO_FACTS, AskedFacts
@@ -28,6 +28,8 @@ from .served_bundle import ServedBundle
 logger = logger_of(__name__)
 MEASURED_AT_ONCE: Final = 4  # pairs: other requests do not wait for more
 LONGEST_S: Final = 30.0  # that a request waits for the judge
+Asked = tuple[AskedFacts, ...]  # of each of a request's memories
+Judging = asyncio.Task[Asked]
 
 
 class FactFinder:
@@ -50,19 +52,21 @@ class FactFinder:
 
     async def asked(
         self, memories: Sequence[ServedBundle], prompt: EngineInput, before_waiting: Callable[[], None]
-    ) -> tuple[AskedFacts, ...]:
-        """What a prompt asks for, of each of its memories.
+    ) -> tuple[Asked, Judging | None]:
+        """What a prompt asks for, of each of its memories, as far as it is known; and what a judge will say of it.
 
         Args:
             before_waiting: is called before others may run, which vLLM may have told that this prompt brings a picture.
         """
         if not any(memory.metadata.facts for memory in memories):
-            return tuple(NO_FACTS for _ in memories)
+            return tuple(NO_FACTS for _ in memories), None
         if self.judged is None:
             before_waiting()
         reader, judge = await self.started(memories[0])
         question = reader.question(cast(Mapping[str, Any], prompt)["prompt_token_ids"], shown_in(prompt))
-        return tuple([await self._of(memory, question, judge, before_waiting) for memory in memories])
+        found = [await self._candidates(memory, question, judge, before_waiting) for memory in memories]
+        known = tuple(judge.settled(each) for each in found)
+        return known, judge.begun(found)
 
     async def resembled(self, memory: ServedBundle, facts: Sequence[FactRecord]) -> dict[str, list[str]]:
         """By the ids of new facts, those of facts with other answers that the judge takes for the same question.
@@ -99,27 +103,21 @@ class FactFinder:
         judged = Judged(self._threshold, has_room=prompt.fits(reader.context))
         return reader, FactJudge(EngineJudge(self._generate, prompt), judged)
 
-    async def _of(
+    async def _candidates(
         self, memory: ServedBundle, question: AskedQuestion, judge: FactJudge, before_waiting: Callable[[], None]
-    ) -> AskedFacts:
+    ) -> Candidates:
         if not memory.metadata.facts:
-            return NO_FACTS
+            return Candidates(())
         if not memory.has_questions:
             before_waiting()
         questions = await memory.stored_questions()
         found = questions.candidates(question.text, has_media=question.has_media, picture=question.picture)
-        judged = judge.judged
-        if self._meant is not None and not found.by_words and not question.has_media:
-            judge.begin_measuring()
-            if judged.may_judge:
-                places = await self._meant.places(questions, question.text)
-                found = questions.joined(found, question.text, places)
-        if not found.pairs or found.by_words:
-            return found.settled(None, 0.0)
+        if self._meant is None or found.by_words or question.has_media:
+            return found
         judge.begin_measuring()
-        if not judged.may_judge:
-            return found.settled(None, 0.0, judged.why_not)
-        return found.settled(await judge.odds(list(found.pairs.values())), judged.threshold, NO_ANSWER)
+        if not judge.judged.may_judge:
+            return found
+        return questions.joined(found, question.text, await self._meant.places(questions, question.text))
 
 
 class FactJudge:
@@ -128,6 +126,26 @@ class FactJudge:
     def __init__(self, judge: AskedJudge, judged: Judged) -> None:
         self._judge, self.judged = judge, judged
         self._measuring: asyncio.Task[None] | None = None
+
+    def settled(self, found: Candidates) -> AskedFacts:
+        """With what it has said so far."""
+        if not _is_to_judge(found):
+            return found.settled(None, 0.0)
+        self.begin_measuring()
+        if not self.judged.may_judge:
+            return found.settled(None, 0.0, self.judged.why_not)
+        return found.settled(self.judged.known(found.pairs.values()), self.judged.threshold, NO_ANSWER)
+
+    def begun(self, found: Sequence[Candidates]) -> Judging | None:
+        """Asks about what it does not know yet; None: it knows all, or it cannot judge."""
+        pairs = [pair for each in found if _is_to_judge(each) for pair in each.pairs.values()]
+        if not self.judged.may_judge or not self.judged.new(pairs):
+            return None
+        return asyncio.create_task(self._all_settled(pairs, found))
+
+    async def _all_settled(self, pairs: Sequence[Pair], found: Sequence[Candidates]) -> Asked:
+        await self.odds(pairs)
+        return tuple(map(self.settled, found))
 
     async def odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
         """Those that are known in time."""
@@ -167,6 +185,10 @@ class FactJudge:
             found.threshold,
             100 * found.passed,
         )
+
+
+def _is_to_judge(found: Candidates) -> bool:
+    return bool(found.pairs) and not found.by_words
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

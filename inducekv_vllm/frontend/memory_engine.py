@@ -35,7 +35,8 @@ from ..bundle import PictureRecord
 from ..errors import InduceKVError, TaskDataError, UnknownBundle
 from ..protocol import Decided
 from ..vllm_seams.config import InduceKVConfig
-from .asking import FactFinder
+from .asking import Asked, FactFinder
+from .beside import judged_beside
 from .journal import EngineJournal
 from .observation import BundleMetrics, Observation, observing
 from .owner import OWNER
@@ -122,7 +123,7 @@ class MemoryEngine:
             rendered, owner = require_rendered(prompt), OWNER.get()
             names = memory_names(lora_request.lora_name, sampling_params.extra_args, self._config)
             with self._leases(names) as leases:
-                request = self._request(leases, rendered, sampling_params, owner)
+                request = self._request(leases, rendered, sampling_params)
         return self._generate_with_memory(names, owner, rendered, request, request_id, options)
 
     async def _generate_with_memory(
@@ -139,11 +140,17 @@ class MemoryEngine:
                 stack.enter_context(self._stop.running())
                 leases = stack.enter_context(self._leases(names))
                 if [lease.memory for lease in leases] != list(request.memories):  # others took their places since
-                    request = self._request(leases, prompt, request.user_params, owner)
+                    request = self._request(leases, prompt, request.user_params)
                 observed = stack.enter_context(observing([lease.metrics for lease in leases]))
                 before_waiting = partial(self.invalidate_mm_cache, prompt)
-                request = request.asking(await self.facts.asked(request.memories, prompt, before_waiting))
-            outputs = self._plain_generate(prompt, request.params, request_id, lora_request=None, **options)
+                asked, judging = await self.facts.asked(request.memories, prompt, before_waiting)
+
+            def begun(asked: Asked) -> AsyncGenerator[RequestOutput, None]:
+                params = request.asking(asked).params
+                return self._plain_generate(prompt, params, request_id, lora_request=None, **options)
+
+            request = request.asking(asked)
+            outputs = begun(asked) if judging is None else judged_beside(begun(asked), asked, judging, begun)
             decided = Decided.without_worker(request.specs)
             packed: str | None = None
             is_noted = False
@@ -152,6 +159,8 @@ class MemoryEngine:
                     brought = _packed_in(output)
                     if brought is not None and brought != packed:
                         packed, decided = brought, Decided.unpack(brought)
+                        if judging is not None:  # it was begun before the judge had said why no fact is found
+                            decided = decided.missing([each.missed for each in judging.result()])
                     if decided is not None and decided.error is not None:
                         raise GenerationError(decided.error)
                     if not is_noted and decided is not None:
@@ -183,10 +192,8 @@ class MemoryEngine:
             raise TaskDataError(f"its picture cannot be used: {error}") from error
         return await asyncio.to_thread(record_of, prompt)
 
-    def _request(
-        self, leases: Sequence[Lease], prompt: EngineInput, params: SamplingParams, owner: str
-    ) -> EngineRequest:
-        return engine_request(leases, prompt, params, self._config, self._placeholders, owner)
+    def _request(self, leases: Sequence[Lease], prompt: EngineInput, params: SamplingParams) -> EngineRequest:
+        return engine_request(leases, prompt, params, self._config, self._placeholders)
 
     async def _note(
         self, request_id: str, owner: str, leases: Sequence[Lease], decided: Decided, observed: Observation

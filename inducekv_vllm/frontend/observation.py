@@ -50,7 +50,7 @@ REQUESTS = Counter(
 )
 DECISIONS = Counter(
     "inducekv:decisions",
-    "Decisions by source: computed from the prompt, cached for the same prompt, or none was needed.",
+    "Decisions by source: computed from the prompt, or none was needed.",
     ["bundle", "source"],
 )
 FAILURES = Counter("inducekv:request_failures", "Requests to a memory bundle that an error has ended.", ["bundle"])
@@ -133,7 +133,6 @@ class Observation:
 
     @property
     def timings(self) -> dict[str, float | str]:
-        """For a trace."""
         return {
             "decision_source": self._decided.each[0].source,
             "decision_ms": 1e3 * sum(decision.seconds for decision in self._decided.each),
@@ -179,7 +178,6 @@ class BundleMetrics:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Count a request as running."""
         if not self._exported:
             yield
             return

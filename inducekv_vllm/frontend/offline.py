@@ -300,7 +300,6 @@ class MemoryLLM:
         return self._meanings[questions].nearest(text)
 
     def _said(self, pairs: Sequence[Pair]) -> list[float]:
-        """By the judge."""
         if self._classifier is not None:
             return self._classifier.said(pairs)
         prompt = self._judge_prompt

@@ -1,4 +1,4 @@
-"""Whose a request is: traces and cached decisions belong to their owner."""
+"""Whose a request is: traces belong to their owner."""
 
 from __future__ import annotations
 

@@ -87,7 +87,6 @@ def record_of(prompt: Any) -> PictureRecord:
 
 
 def is_picture(part: dict[str, Any]) -> bool:
-    """Whether a part of a chat message is a picture."""
     return part.get("type") == "image_url"
 
 

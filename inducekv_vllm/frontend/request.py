@@ -106,7 +106,6 @@ def engine_request(
     params: SamplingParams,
     config: InduceKVConfig,
     placeholders: Collection[int],
-    owner: str,
 ) -> EngineRequest:
     """Check a request, and make its specs.
 
@@ -114,7 +113,7 @@ def engine_request(
     """
     memories = tuple(each.memory for each in asked)
     options = read_options(params, memories)
-    specs = specs_for(asked, prompt, config, placeholders, owner, options)
+    specs = specs_for(asked, prompt, config, placeholders, options)
     return EngineRequest(memories, params, specs, with_specs(params, specs), options.trace)
 
 
@@ -193,7 +192,6 @@ def specs_for(
     prompt: EngineInput,
     config: InduceKVConfig,
     placeholders: Collection[int],
-    owner: str = "",
     options: MemoryOptions | None = None,
 ) -> tuple[Spec, ...]:
     """What the workers shall do for a prompt, for each of its memories. If one is to be decided, all are.
@@ -203,20 +201,19 @@ def specs_for(
         prompt: rendered.
         config: how many entries are retrieved.
         placeholders: the ids of tokens that stand for media.
-        owner: who may share a decision.
         options: the request's.
     """
     options = options or MemoryOptions()
     if not any(each.memory.needs_decision for each in asked):
         return tuple(_injection(each.memory, prompt, placeholders) for each in asked)
     top_ks = [options.top_k or config.top_k, *(config.top_k for _ in asked[1:])]
-    return tuple(_to_decide(each, top_k, owner) for each, top_k in zip(asked, top_ks, strict=True))
+    return tuple(_to_decide(each, top_k) for each, top_k in zip(asked, top_ks, strict=True))
 
 
-def _to_decide(asked: AdaptedMemory, top_k: int | None, owner: str) -> DecideSpec:
+def _to_decide(asked: AdaptedMemory, top_k: int | None) -> DecideSpec:
     memory = asked.memory
     adapters = tuple((task, TaskAdapter.of(each)) for task, each in sorted(asked.task_adapters.items()))
-    return DecideSpec(memory.digest, memory.retrieves, top_k, owner, adapters)
+    return DecideSpec(memory.digest, memory.retrieves, top_k, adapters)
 
 
 def _injection(memory: ServedBundle, prompt: EngineInput, placeholders: Collection[int]) -> InjectionSpec | None:

@@ -127,7 +127,6 @@ class EngineStop:
             ended.wait(LOOP_WAIT_S if self._loop.is_running() else 0.0)
 
     def _is_on_loop(self) -> bool:
-        """Whether the calling thread is the one that runs the event loop."""
         try:
             return asyncio.get_running_loop() is self._loop
         except RuntimeError:

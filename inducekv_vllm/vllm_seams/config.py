@@ -24,8 +24,6 @@ RUN_VARIABLE = "INDUCEKV_RUN"  # a folder of one run of a server; `inducekv-serv
 
 
 class InduceKVConfig(BaseModel):
-    """Settings of one engine."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     bundles: dict[str, str] = Field(default_factory=dict)  # served name -> bundle path, loaded at start

@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from ..facts import next_token, said
+from ..backbone.saying import next_token, said
 from ..protocol import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:

@@ -80,7 +80,6 @@ class Deciding:
         features = with_words(features, memory.bundle.words, asked)
         lookup = index.lookup(features, memory.spec.top_k)
         gate, retrieval = lookup.gate_decision, lookup.retrieval
-        expiry = index.next_expiry()
         tasks = () if gate is None else gate.fact_tasks
         found = None if facts is None or asked is None else facts.find(memory.spec.asked, asked, tasks)
         if isinstance(found, FactFound) and found.withheld is None:
@@ -90,7 +89,6 @@ class Deciding:
             task=gate.task if gate is not None else None,
             margins=tuple(gate.margins.tolist()) if gate is not None else None,
             similarity=retrieval.similarity if retrieval is not None else None,
-            valid_until=expiry.timestamp() if expiry is not None else None,
             fact=found if isinstance(found, FactFound) else None,
             missed=found if isinstance(found, FactMissed) else None,
         )

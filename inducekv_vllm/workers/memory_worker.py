@@ -282,7 +282,6 @@ class MemoryWorker(Worker):
         return {"ok": True, "found": self.resident.unload(digest, keep=keep)}
 
     def inducekv_unmet_tensors(self, names: list[str]) -> list[str]:
-        """See `unmet_tensors`."""
         return unmet_tensors(self.model_runner.lora_manager._adapter_manager, names)
 
     def inducekv_is_erased(self, digest: str) -> bool:

@@ -67,7 +67,6 @@ class ResidentBundles:
         self._thread = ThreadPoolExecutor(1, "inducekv-load")
 
     def __getitem__(self, digest: str) -> ResidentBundle:
-        """A bundle that has been loaded."""
         assert self._bundles[digest].done()
         return self._bundles[digest].result()
 
@@ -170,7 +169,6 @@ class ResidentBundles:
             loaded.result().region.release()
 
     def _erase(self) -> None:
-        """Erase what is waiting for it."""
         while True:
             try:
                 region = self._to_erase.get_nowait()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from inducekv_vllm.facts import next_token, said
+from inducekv_vllm.backbone.saying import next_token, said
 
 from .injection import TensorMemory, Terms, injected
 from .model import TOKEN_INPUTS, Backbone, Inputs

@@ -116,31 +116,47 @@ def decoder(network: Any) -> Any:
 
 def kinds_of_attention(network: Any) -> list[str]:
     """Of each of the L layers of the language model with attention, as transformers names them."""
-    kinds = _kinds(network)
+    kinds = _kinds(network.config)
     return [kinds[number] for number in memory_layers(network.config.get_text_config(decoder=True))]
 
 
-def _kinds(network: Any) -> list[str]:
+def _kinds(config: Any) -> list[str]:
     """Of every layer."""
-    text = network.config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     # Mistral's layers are not told apart by name.
     usual = FULL if getattr(text, "sliding_window", None) is None else SLIDING
     return layer_kinds(text) or [usual] * text.num_hidden_layers
 
 
-def has_states(network: Any) -> bool:
-    """Whether the language model has other layers, too: it is a hybrid."""
-    return len(_with_attention(network)) < int(network.config.get_text_config(decoder=True).num_hidden_layers)
+def merged_refusal(config: Any) -> str | None:
+    """What a model has by its configuration in the place of full attention, whose softmax merged memory shares."""
+    text = config.get_text_config(decoder=True)
+    layers, kinds = text.num_hidden_layers, _kinds(config)
+    if is_latent(text):
+        return "multi-head latent attention (MLA)"
+    if has_windows(config):
+        full = sum(kinds[number] == FULL for number in memory_layers(text))
+        return f"a sliding window in {layers - full} of {layers}"
+    if has_states(config):
+        return f"it in {len(_with_attention(config))} of {layers}"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "a soft cap on its logits"
+    return None
 
 
-def has_windows(network: Any) -> bool:
+def has_states(config: Any) -> bool:
+    """Whether the language model has other layers than those with attention, too: it is a hybrid."""
+    return len(_with_attention(config)) < int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def has_windows(config: Any) -> bool:
     """Whether some of the language model's layers, with memory or without, do not see all of a prompt."""
-    kinds = _kinds(network)
-    return any(kinds[number] != FULL for number in _with_attention(network))
+    kinds = _kinds(config)
+    return any(kinds[number] != FULL for number in _with_attention(config))
 
 
-def _with_attention(network: Any) -> tuple[int, ...]:
-    text = network.config.get_text_config(decoder=True)
+def _with_attention(config: Any) -> tuple[int, ...]:
+    text = config.get_text_config(decoder=True)
     return layers_with_attention(layer_kinds(text), text.num_hidden_layers)
 
 
@@ -198,7 +214,7 @@ def require_trainable_attention(network: Any, name: str) -> None:
             f"{name}: every layer has a sliding window, of {text.sliding_window} tokens: "
             "a relevance gate looks at layers that keep all of a prompt"
         )
-    if is_latent(text) and has_states(network):  # Kimi-Linear
+    if is_latent(text) and has_states(network.config):  # Kimi-Linear
         raise UnsupportedModel(
             f"{name}: memory needs latent attention (MLA) in every layer: vLLM has the delta attention (KDA) of the "
             "others on GPUs alone, and memory beside it was never tried"
@@ -208,7 +224,7 @@ def require_trainable_attention(network: Any, name: str) -> None:
             _require_latents(attention, name)
         elif getattr(attention, "k_proj", None) is None or value_projection(attention) is None:
             raise UnsupportedModel(f"{name}: memory needs attention with k_proj and v_proj in every decoder layer")
-    numbers = _with_attention(network)
+    numbers = _with_attention(network.config)
     for number, layer in enumerate(decoder(network).layers):
         if number not in numbers and _attention_of(layer) is not None:
             raise UnsupportedModel(

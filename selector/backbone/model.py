@@ -34,6 +34,7 @@ from .loading import (
     has_windows,
     kinds_of_attention,
     load_checkpoint,
+    merged_refusal,
     tokenizer_of,
 )
 
@@ -146,29 +147,18 @@ class Backbone:
     @property
     def has_states(self) -> bool:
         """Whether the language model has layers that keep a state in place of keys and values."""
-        return has_states(self.model)
+        return has_states(self.model.config)
 
     @property
     def has_windows(self) -> bool:
         """Whether some layers, with memory or without, do not see all of a prompt."""
-        return has_windows(self.model)
+        return has_windows(self.model.config)
 
     @property
     def merged_refusal(self) -> str | None:
         """What it has in the place of full attention in every layer, whose softmax merged memory shares."""
-        text = self.model.config.get_text_config(decoder=True)
-        if self.is_latent:
-            return "multi-head latent attention (MLA)"
-        if self.has_windows:
-            layers = text.num_hidden_layers
-            return f"a sliding window in {layers - len(self.full_layers)} of {layers}"
-        if self.has_states:
-            return f"it in {self.num_layers} of {text.num_hidden_layers}"
-        if getattr(text, "attn_logit_softcapping", None) is not None:
-            return "a soft cap on its logits"
-        if any(hasattr(attention, "sinks") for attention in self.attention_layers()):
-            return "sinks"
-        return None
+        sinks = any(hasattr(attention, "sinks") for attention in self.attention_layers())
+        return merged_refusal(self.model.config) or ("sinks" if sinks else None)
 
     def require_full_attention(self) -> None:
         """For merged memory, which shares the softmax of self-attention.

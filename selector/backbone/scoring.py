@@ -62,7 +62,6 @@ class Scorer:
         return answer_tokens(self.backbone.tokenizer, example.answer)
 
     def prefix(self, example: Example) -> Inputs:
-        """The example's encoded prefix."""
         if (inputs := self._prefixes.get(example.source_digest)) is None:
             inputs = self._prefixes[example.source_digest] = self.backbone.encode_example(example)
         return inputs

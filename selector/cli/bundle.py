@@ -42,7 +42,6 @@ SUBCOMMANDS: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser(given[:1]).parse_args(given)

@@ -65,7 +65,7 @@ def load_finished(url: str, path: Path) -> None:
     try:
         card = Server.from_environment(url).load(path.stem, path.resolve())
     except ServerError as error:
-        raise ConfigError(f"{path} was written, but {error}") from error
+        raise ConfigError(f"{path} was written, but {error}; inducekv-bundle publish loads it") from error
     print(f"published as {card['name']} at {url}")
 
 

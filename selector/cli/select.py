@@ -1,4 +1,4 @@
-"""`inducekv-select`: after a task, write the next memory bundle, or the bundle of a document.
+"""`inducekv-select`: after a task, write the next memory bundle, or the bundle of documents.
 
 Reads the task's examples, the previous bundle and the anchors of earlier tasks. Writes the next bundle, this task's
 anchors, and a report as NAME.report.json beside the bundle. A run that is killed resumes with the same arguments, and
@@ -41,7 +41,6 @@ SUCCESS, FAILED, WORSE = 0, 2, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
     try:
         with warnings_as_lines(PROGRAM):
             return run(*parse_arguments(arguments))
@@ -97,12 +96,12 @@ def _request(options: SelectOptions, recipe: Recipe[Any], settings: Settings, pr
             replace=options.replace,
         )
     return TaskRequest(
-        load=partial(_load, options),
+        load=partial(_load, options, recipe),
         recipe=recipe,
         settings=settings,
         examples=read_task(options.task, options.of_table()) if options.task else (),
         validation=read_task(options.validation, options.of_table()) if options.validation else None,
-        document=_document(options),
+        documents=_documents(options),
         others=read_others(options.base or (), options.background or (), options.near_misses or (), options.of_table()),
         previous=previous,
         anchors=anchors,
@@ -114,16 +113,14 @@ def _request(options: SelectOptions, recipe: Recipe[Any], settings: Settings, pr
     )
 
 
-def _document(options: SelectOptions) -> Document | None:
-    from ..data.document import Document
-    from ..document.reading import read_document
+def _documents(options: SelectOptions) -> list[Document]:
+    from ..document.reading import read_documents
 
-    if options.document is None:
-        return None
-    return Document(options.task_name or options.document.stem, read_document(options.document))
+    return [] if options.document is None else read_documents(options.document, options.task_name)
 
 
-def _load(options: SelectOptions) -> Backbone:
+def _load(options: SelectOptions, recipe: Recipe[Any]) -> Backbone:
+    recipe.check_model(options.model)
     _note(f"loading {options.model}")
     return load_backbone(options.model, options.device, options.dtype)
 
@@ -149,10 +146,7 @@ def _show(options: SelectOptions, learned: Learned) -> None:
             "computation)"
         )
         return
-    if learned.outcome == "written before":
-        _note(f"{options.output} is written already, digest {learned.bundle.digest}")
-    else:
-        _summarize(learned, options)
+    _summarize(learned, options)
     if options.publish:
         load_finished(options.publish, options.output)
 

@@ -49,7 +49,7 @@ class SelectOptions(ColumnOptions):
         Path | None, Flag("the task's training data: JSON lines, CSV, TSV, Parquet, a folder of datasets")
     ] = None
     document: Annotated[
-        Path | None, Flag("what to learn in place of a task: text, Markdown, HTML or PDF", metavar="FILE")
+        Path | None, Flag("what to learn in place of a task: text, Markdown, HTML or PDF, or a folder", metavar="FILE")
     ] = None
     previous: Annotated[Path | None, Flag("the bundle of the tasks before; it is not changed")] = None
     validation: Annotated[Path | None, Flag("validation data (default: a tenth of the task's, held out)")] = None

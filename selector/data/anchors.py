@@ -33,8 +33,6 @@ LOCK = ".lock"  # of the run that appends
 
 
 class AnchorTask(BaseModel):
-    """One task's anchors."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tasks: tuple[str, ...] = Field(min_length=1)  # the examples' task names

@@ -146,5 +146,4 @@ def _as_name(text: str) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a cell holds nothing."""
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)

@@ -56,7 +56,6 @@ class Example:
 
 
 def entry_records(examples: Sequence[Example]) -> tuple[EntryRecord, ...]:
-    """The bundle's records of entries made from these examples."""
     return tuple(EntryRecord(id=e.id, task=e.task, source_digest=e.source_digest) for e in examples)
 
 

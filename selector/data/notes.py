@@ -40,13 +40,11 @@ class Notes:
         return found
 
     def warn(self) -> None:
-        """Issue a TaskDataWarning for each line."""
         for line in self.lines():
             warn(f"{self.source}: {line}")
 
 
 def warn(text: str) -> None:
-    """Issue a TaskDataWarning."""
     warnings.warn(text, TaskDataWarning, stacklevel=2)
 
 

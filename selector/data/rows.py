@@ -5,26 +5,23 @@ The format is found by the content; of text that is neither JSON nor Parquet by 
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, Final, Literal
 
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.files.regular import open_regular
 
-from .encoding import in_utf8
+from .encoding import decoded
 from .tables import table_rows
 
 Row = tuple[str, dict[str, Any] | TaskDataError]  # where it is, for messages, and its values, or what is wrong with it
 Format = Literal["table", "values", "lines"]
-MAX_EXAMPLE_BYTES: Final = 4 * 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30  # all of a task's text is held in memory
-_CHUNK: Final = 2**16
 _VALUE: Final = re.compile(r"[^ \t\r\n]")  # its first letter
 _DECODER: Final = json.JSONDecoder()
 _PARQUET: Final = b"PAR1"
@@ -38,75 +35,66 @@ def rows_of(source: Path) -> Iterator[Row]:
         TaskDataError: the file cannot be read at all, or not beyond a row: it names the file and the place.
     """
     try:
-        if source.is_dir():
-            yield from _folder_rows(source)
-            return
-        file = os.fdopen(open_regular(source), "rb")
-    except TaskDataError:
-        raise
+        is_folder = source.is_dir()
+        data = b"" if is_folder else _read(source)
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
+    if is_folder:
+        yield from _folder_rows(source)
+    elif data == _PARQUET:
+        yield from _column_rows(source)
+    else:
+        yield from _text_rows(decoded(data, source), source)
+
+
+def _read(source: Path) -> bytes:
+    """All of a file; of Parquet the beginning alone."""
+    try:
+        descriptor = open_regular(source)
     except ValueError as error:
         raise TaskDataError(f"{str(source)!r}: not the name of a file: {error}") from error
-    with file:
-        try:
-            if (size := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
-                raise TaskDataError(
-                    f"{source}: the file has {size} bytes, a task's may have {MAX_FILE_BYTES}: draw a sample of it"
-                )
-            yield from _rows(file, source)
-        except OSError as error:
-            raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise TaskDataError(f"{source}: the task data is not UTF-8 text: {error}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
+            raise TaskDataError(
+                f"{source}: the file has {size} bytes, a task's may have {MAX_FILE_BYTES}: draw a sample of it"
+            )
+        begin = file.read(len(_PARQUET))
+        if begin.startswith(_ARCHIVES):
+            raise TaskDataError(f"{source}: an Excel file or another archive: save the table as CSV")
+        return begin if begin == _PARQUET else begin + file.read()
 
 
-def _rows(file: BinaryIO, source: Path) -> Iterator[Row]:
-    begin = file.read(len(_PARQUET))
-    file.seek(0)
-    if begin == _PARQUET:
-        yield from _column_rows(source)
-        return
-    if begin.startswith(_ARCHIVES):
-        raise TaskDataError(f"{source}: an Excel file or another archive: save the table as CSV")
-    with in_utf8(file, source) as text:
-        yield from _text_rows(text, source)
-
-
-def _text_rows(file: BinaryIO, source: Path) -> Iterator[Row]:
-    begin = file.read(_CHUNK)
-    file.seek(0)
-    match _format_of(begin, source):
+def _text_rows(text: str, source: Path) -> Iterator[Row]:
+    match _format_of(text.lstrip(), source):
         case "table":
-            yield from table_rows(file, source, MAX_EXAMPLE_BYTES)
+            yield from table_rows(text, source)
         case "lines":
-            yield from _jsonl_rows(file, source)
+            yield from _jsonl_rows(text, source)
         case "values":
-            yield from _item_rows(_values(file.read().decode("utf-8-sig"), source), source)
+            yield from _item_rows(_values(text, source), source)
 
 
-def _format_of(begin: bytes, source: Path) -> Format:
-    """The format of a text that begins with these bytes."""
-    text = begin.removeprefix(codecs.BOM_UTF8).lstrip()
+def _format_of(text: str, source: Path) -> Format:
+    """The format of a text, without the space before it."""
     if source.suffix.lower() in (".csv", ".tsv"):
         return "table"
-    if text.startswith(b"[") or (text.startswith(b"{") and _goes_on(text)):
+    if text.startswith("[") or (text.startswith("{") and _goes_on(text)):
         return "values"
-    if source.suffix == ".json" and text and not text.startswith(b"{"):
-        raise TaskDataError(f"{source}: expected a JSON array of examples, found {text.decode(errors='replace')!r:.20}")
-    if source.suffix == ".jsonl" or text.startswith((b"{", b'"')) or not text:
+    if source.suffix == ".json" and text and not text.startswith("{"):
+        raise TaskDataError(f"{source}: expected a JSON array of examples, found {text[:20]!r:.20}")
+    if source.suffix == ".jsonl" or text.startswith(("{", '"')) or not text:
         return "lines"
     return "table"
 
 
-def _goes_on(text: bytes) -> bool:
+def _goes_on(text: str) -> bool:
     """Whether the JSON value that a text begins with goes on behind the first line's end."""
-    line, end, _ = text.partition(b"\n")
+    line, end, _ = text.partition("\n")
     line = line.rstrip()
     try:
         json.loads(line)
     except json.JSONDecodeError as error:
-        return bool(end) and error.pos >= len(line.decode())
+        return bool(end) and error.pos >= len(line)
     except (ValueError, RecursionError):
         return False
     return False
@@ -128,25 +116,16 @@ def given_rows(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 # ---- JSON --------------------------------------------------------------------------------------------------------
 
 
-def _jsonl_rows(file: BinaryIO, source: Path) -> Iterator[Row]:
-    # Lines of bytes end at "\n" alone, as JSON strings may contain U+2028 and the like.
-    for number in itertools.count(1):
-        line = file.readline(MAX_EXAMPLE_BYTES + 1)
+def _jsonl_rows(text: str, source: Path) -> Iterator[Row]:
+    # Not `splitlines`: JSON strings may contain U+2028 and the like.
+    for number, line in enumerate(text.split("\n"), start=1):
         place = f"{source}, line {number}"
-        if not line:
-            return
-        if len(line) > MAX_EXAMPLE_BYTES:
-            raise TaskDataError(f"{place}: the line is longer than {MAX_EXAMPLE_BYTES} bytes")
         if not line.strip():
             continue
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.lstrip().startswith((b"{", b"[", b'"')):
-                raise TaskDataError(f"{place}: expected JSON lines, one object on each, found {line.decode()!r:.60}")
+        if number == 1 and not line.lstrip().startswith(("{", "[", '"')):
+            raise TaskDataError(f"{place}: expected JSON lines, one object on each, found {line!r:.60}")
         try:
-            value = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            yield place, TaskDataError(f"{place}: not UTF-8 text: {error}")
+            value = json.loads(line)
         except (ValueError, RecursionError) as error:
             yield place, TaskDataError(f"{place}: malformed JSON: {error}")
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from inducekv_vllm.errors import TaskDataError
 
@@ -17,16 +18,13 @@ _QUOTED: Final = re.compile(r'"[^"]*"')
 _MARK: Final = "\ufeff"  # that a file begins with
 
 
-def table_rows(file: BinaryIO, source: Path, max_bytes: int) -> Iterator[tuple[str, dict[str, Any] | TaskDataError]]:
-    """The rows of a table in UTF-8, each with its place or what is wrong with it.
-
-    Args:
-        max_bytes: of a line, and of a cell.
+def table_rows(text: str, source: Path) -> Iterator[tuple[str, dict[str, Any] | TaskDataError]]:
+    """The rows of a table, each with its place or what is wrong with it.
 
     Raises:
-        TaskDataError: there is no header, or the file cannot be read on.
+        TaskDataError: there is no header, or the table cannot be read on.
     """
-    lines = _decoded_lines(file, source, max_bytes)
+    lines = io.StringIO(text, newline="\n")
     header, above = next(lines, ""), 0
     delimiter = "\t" if source.suffix.lower() == ".tsv" else None
     if said := _SEPARATOR.fullmatch(header.strip("\r\n")):
@@ -40,7 +38,7 @@ def table_rows(file: BinaryIO, source: Path, max_bytes: int) -> Iterator[tuple[s
             f"found {header.strip()!r:.60}"
         )
     reader = csv.reader(itertools.chain([header] if header else [], lines), delimiter=delimiter, strict=True)
-    before = csv.field_size_limit(max_bytes)
+    before = csv.field_size_limit(len(text))
     try:
         columns = [name.strip() or f"column {number}" for number, name in enumerate(next(reader, []), start=1)]
         if repeated := sorted({name for name in columns if columns.count(name) > 1}):
@@ -64,18 +62,3 @@ def table_rows(file: BinaryIO, source: Path, max_bytes: int) -> Iterator[tuple[s
         raise TaskDataError(f"{source}, line {above + reader.line_num}: {why}") from error
     finally:
         csv.field_size_limit(before)
-
-
-def _decoded_lines(file: BinaryIO, source: Path, max_bytes: int) -> Iterator[str]:
-    for number in itertools.count(1):
-        if not (line := file.readline(max_bytes + 1)):
-            return
-        if len(line) > max_bytes:
-            raise TaskDataError(f"{source}, line {number}: the line is longer than {max_bytes} bytes")
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            found = line[error.start : error.end]
-            raise TaskDataError(
-                f"{source}, line {number}: not UTF-8 text ({found!r}): save the table in UTF-8"
-            ) from error

@@ -1,1 +1,1 @@
-"""A document as a memory: the frozen model studies it, and entries are trained to answer without it."""
+"""A document as a memory: its keys and values in the frozen model, compacted to a few by attention matching."""

@@ -9,9 +9,30 @@ from typing import Final
 
 from inducekv_vllm.errors import ConfigError, TaskDataError
 
+from ..data.document import Document
+
 MAX_BYTES: Final = 4 * 2**20  # of a file with text; a book has 1 MB
 MAX_PDF_BYTES: Final = 64 * 2**20
 INSTALL: Final = 'pip install "inducekv[documents]"'
+
+
+def read_documents(path: Path, name: str | None = None) -> list[Document]:
+    """One file, or those of a folder in the order of their names; hidden ones are passed over.
+
+    Args:
+        name: of the one document; a file's is its own.
+
+    Raises:
+        TaskDataError, ConfigError: see `read_document`; the folder has no files, or has several and they have one name.
+    """
+    if not path.is_dir():
+        return [Document(name or path.stem, read_document(path))]
+    files = sorted(each for each in path.iterdir() if each.is_file() and not each.name.startswith("."))
+    if not files:
+        raise TaskDataError(f"{path}: expected documents, found none in the folder")
+    if name is not None:
+        raise ConfigError(f"{path}: each document of a folder has its file's name, found the name {name!r}")
+    return [Document(file.stem, read_document(file)) for file in files]
 
 
 def read_document(path: Path) -> str:

@@ -26,8 +26,6 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Request:
-    """One everyday request."""
-
     text: str
     kind: str
     language: str
@@ -76,7 +74,6 @@ def read_background(path: str | Path) -> list[Example]:
 
 @cache
 def phrases() -> Phrases:
-    """Return the wrappers, system prompts, filler sentences and earlier turns."""
     data = tomllib.loads((FOLDER / "phrases.toml").read_text(encoding="utf-8"))
     return Phrases(
         wrappers=tuple(data["wrappers"]),
@@ -92,7 +89,6 @@ def _example(number: int, text: str) -> Example:
 
 
 def _requests(language: str, data: dict[str, Any]) -> Iterator[Request]:
-    """Yield the requests of one language's file."""
     for kind in data["kind"]:
         for template in kind["templates"]:
             for text in _fillings(f"{language} {template}", template, data["slots"]):

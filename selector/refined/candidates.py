@@ -46,7 +46,6 @@ class Candidate:
 
     activation: Activation
     training: Training
-    start: str = ""  # what it starts from, where that is searched too
     # [validation questions]: NLL when it was compared last; [0] if it never was.
     losses: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -66,14 +65,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        start = f"{self.start}-" if self.start else ""
-        return f"refinement-{start}{self.activation}-{self.first_layer}-{self.training.learning_rate}"
+        return f"refinement-{self.activation}-{self.first_layer}-{self.training.learning_rate}"
 
     @property
     def title(self) -> str:
         layers = f" from layer {self.first_layer}" if self.first_layer else ""
-        start = f"{self.start}, " if self.start else ""
-        return f"{start}{self.activation}{layers}, rate {self.training.learning_rate:g}"
+        return f"{self.activation}{layers}, rate {self.training.learning_rate:g}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ class Search:
     memory: TensorMemory  # the task's entries
     history: tuple[StepRecord, ...]
     begun: tuple[Candidate, ...]
-    start: str = ""  # as of `Candidate`
 
 
 def search(
@@ -132,7 +128,6 @@ def best_of(begun: Sequence[Candidate], run: Run = ALONE) -> Search:
                 memory=_train(candidate, settings.steps, run),
                 history=tuple(candidate.training.history),
                 begun=tuple(ranking),
-                start=candidate.start,
             )
     raise diverged[-1]
 

@@ -2,7 +2,6 @@
 
 DIR/identity.json       everything that determines the run's result, and when it began
 DIR/NAME.safetensors    an optimisation's state after its last complete step
-DIR/finished.json       the digest of the bundle, once all outputs are written
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from inducekv_vllm.errors import ConfigError
 from .files import replace_file
 
 IDENTITY: Final = "identity.json"
-FINISHED: Final = "finished.json"
 
 
 @dataclass(frozen=True)
@@ -57,35 +55,10 @@ class Checkpoint:
             raise ConfigError(f"{folder}: cannot keep the progress here: {error}") from error
         return cls(folder), resumed
 
-    @classmethod
-    def finished(cls, folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint, str] | None:
-        """The checkpoint and the digest of the written bundle, if the run has finished.
-
-        Raises:
-            ConfigError: the files cannot be read.
-        """
-        try:
-            if (folder / FINISHED).is_file() and _is_of(folder / IDENTITY, identity):
-                return cls(folder), str(json.loads((folder / FINISHED).read_bytes())["digest"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise cls(folder).damaged(FINISHED, error) from error
-        return None
-
     @property
     def began(self) -> datetime:
         """When the run began, in UTC and in whole seconds: resuming it or copying the folder changes nothing."""
         return datetime.fromisoformat(json.loads((self.folder / IDENTITY).read_bytes())["began"])
-
-    def finish(self, digest: str) -> None:
-        """Record that the bundle of this digest is written.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        try:
-            replace_file(self.folder / FINISHED, json.dumps({"digest": digest}).encode())
-        except OSError as error:
-            raise ConfigError(f"{self.folder / FINISHED}: cannot write the progress: {error}") from error
 
     def write(self, name: str, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
         """Replace what is stored under `name`, atomically.
@@ -128,8 +101,7 @@ class Checkpoint:
 
     def damaged(self, name: str, error: Exception | str) -> ConfigError:
         """The error for an unusable file of `name`."""
-        path = self.folder / name if name == FINISHED else self._path(name)
-        return ConfigError(f"{path}: the progress is damaged, remove the folder to start again: {error}")
+        return ConfigError(f"{self._path(name)}: the progress is damaged, remove the folder to start again: {error}")
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

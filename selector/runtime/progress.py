@@ -21,7 +21,6 @@ def note(text: str) -> None:
 
 
 def track(steps: Sequence[_T], title: str, shown: bool) -> Iterable[_T]:
-    """The steps, with their progress."""
     with progress_bar(title, len(steps), shown) as advance:
         for number, step in enumerate(steps, start=1):
             yield step

@@ -12,8 +12,6 @@ from .checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a recipe."""
-
     checkpoint: Checkpoint | None = None  # None: no progress is kept
     progress: bool = False  # whether it is shown on standard error
     callbacks: Sequence[Callback] = ()  # are told of each step and of the end

@@ -26,7 +26,7 @@ class TaskInputs:
     anchors: Sequence[Example]  # of earlier tasks; may be empty
     previous: Bundle | None
     others: GateData = NO_QUESTIONS  # what a gate is to stay closed for
-    document: Document | None = None  # what is learned in place of examples
+    documents: Sequence[Document] = ()  # what is learned in place of examples
 
     @property
     def entries_by_task(self) -> dict[str, int]:

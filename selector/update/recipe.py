@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from inducekv_vllm.bundle import Bundle
@@ -26,8 +27,6 @@ Input = Literal["task", "document", "validation", "anchors", "base", "background
 
 
 class Recipe(ABC, Generic[S]):
-    """One way of learning."""
-
     name: ClassVar[str]  # as bundles record it
     settings: type[S]  # with a seed, among others
     takes: ClassVar[frozenset[Input]]  # what may be given to it
@@ -38,6 +37,9 @@ class Recipe(ABC, Generic[S]):
     def inherited(self, previous: Bundle, given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that a memory takes over from the one before, unless they are given."""
         return {"budget": previous.metadata.budget}
+
+    def check_model(self, model: str | Path) -> None:
+        """Refuse a model by its configuration, before it is loaded. Raises UnsupportedModel."""
 
     @abstractmethod
     def check(self, inputs: TaskInputs, settings: S) -> None:

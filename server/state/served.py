@@ -330,7 +330,6 @@ def _memory(metadata: str, path: str, file_bytes: int) -> ServedBundle:
 
 
 def _served(rows: sqlite3.Connection, name: str) -> str | None:
-    """What a name stands for."""
     found = rows.execute("SELECT digest FROM versions WHERE name = ? AND served", (name,)).fetchone()
     return found and str(found[0])
 

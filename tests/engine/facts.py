@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from inducekv_vllm.backbone.fact_reader import FactReader
+from inducekv_vllm.backbone.saying import next_token
 from inducekv_vllm.bundle import Bundle, FactRecord, read_bundle, write_bundle
-from inducekv_vllm.facts import next_token
 from inducekv_vllm.frontend.offline import MemoryAnswer
 from tests.engine.parity import TOLERANCE, MemoryEngine, Prompt, greedy, served_logprobs
 from tests.reference import reference_logprobs

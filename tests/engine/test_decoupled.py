@@ -146,7 +146,7 @@ def ask(served: MemoryEngine, question: Prompt, name: str) -> MemoryAnswer:
 
 
 def test_a_gate_reads_the_prefix_cache_and_decides_as_on_the_whole_prompt(served: MemoryEngine) -> None:
-    """A prompt that is asked again is decided at once. A key for the retrieval is a mean over all tokens."""
+    """A key for the retrieval is a mean over all tokens."""
     questions = [p for p in prompts(15, seed=9) if len(p.question) > 80]
     tasks: list[str | None] = ["a", "b", "a"]
     with served.gated(questions, tasks, **UNIFORM):
@@ -156,7 +156,6 @@ def test_a_gate_reads_the_prefix_cache_and_decides_as_on_the_whole_prompt(served
                 answer = ask(served, question, "gated")
                 assert answer.decision is not None
                 assert (answer.decision.task, answer.decision.similarity) == (task, None)
-                assert answer.decision.source == ("cached" if is_again else "computed")
                 # Memory that acts from the start on shares blocks with the same memory alone.
                 whole = (len(answer.output.prompt_token_ids or ()) - 1) // BLOCK * BLOCK
                 assert answer.output.num_cached_tokens == is_again * whole
@@ -202,8 +201,7 @@ def test_memory_of_the_generation_joins_the_pass_that_decides(
         assert joined == [task == "a" and T % BLOCK > 0 for task, T in zip(tasks, lengths, strict=True)]
         assert any(joined)
         assert len(went_back) == sum(task is not None for task in tasks) - sum(joined)
-        again = served.check(questions, ["gated"] * len(questions))  # with cached decisions and blocks
-        assert all(answer.decision is not None and answer.decision.source == "cached" for answer in again)
+        served.check(questions, ["gated"] * len(questions))  # with cached blocks
 
 
 def spied_go_back(served: MemoryEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:

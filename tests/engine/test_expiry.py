@@ -119,8 +119,3 @@ def test_the_spec_of_a_request_says_how_many_have_expired(tmp_path: Path) -> Non
     specs = [outcome for outcome in outcomes if isinstance(outcome, InjectionSpec)]
     assert [spec.expired for spec in specs] == [0, 1]
     assert len({spec.content for spec in specs}) == 2
-
-
-def test_a_decision_holds_until_the_next_entry_expires(tmp_path: Path) -> None:
-    memory = index(expiring(random_bundle(), {"e0": EARLY, "e1": LATE, "e2": LATE}), tmp_path)
-    assert [memory.next_expiry(now) for now in (MADE, EARLY, LATE)] == [EARLY, LATE, None]

@@ -76,7 +76,7 @@ def test_pictures_tell_facts_apart(facts: Facts) -> None:
     known, unknown = drawings(KNOWN, 1), drawings(UNKNOWN, 2)
     facts.teach("pictures", stored(known))
     names = [[f"parts/{at}"] for at in range(KNOWN)]
-    for _ in range(2):  # again, when vLLM has the pictures, and decisions are known
+    for _ in range(2):  # again, when vLLM has the pictures
         assert found(facts, "pictures", asked_about(known, ASKED)) == names
         assert found(facts, "pictures", asked_about(unknown, ASKED)) == [[]] * UNKNOWN
     for others in (map(changed, known), map(as_jpeg, known)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from inducekv_vllm.backbone import meaning
 from inducekv_vllm.backbone.fact_reader import FactReader
+from inducekv_vllm.backbone.judged import weighed
 from inducekv_vllm.backbone.pair_classifier import PairClassifier
 from inducekv_vllm.bundle import read_bundle, write_bundle
 from inducekv_vllm.frontend import asking
@@ -23,11 +24,12 @@ from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.judge import Pair
 from inducekv_vllm.judge.ability import known_pairs
+from inducekv_vllm.protocol import Decision
 from inducekv_vllm.teaching import fact_of, taught
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from selector.backbone.judging import BackboneJudge
 from tests.engine.parity import TOLERANCE, World, make_world, text_prompts
-from tests.engine.served import Served, handle, last, serve_world
+from tests.engine.served import Served, handle, serve_world
 from tests.tiny_encoders import save_classifier
 from tests.tiny_families import FAMILIES
 
@@ -75,14 +77,18 @@ class Judging:
 
     async def facts(self, text: str) -> list[dict[str, Any]]:
         """Those in the trace of a request."""
+        outputs = await self.outputs(text, extra_args={"inducekv_trace": 1})
+        facts: list[dict[str, Any]] = outputs[-1].kv_transfer_params["inducekv"]["facts"]
+        return facts
+
+    async def outputs(self, text: str, model: str | None = "facts", **options: Any) -> list[Any]:
         self._count += 1
-        params = SamplingParams(max_tokens=4, temperature=0, extra_args={"inducekv_trace": 1})
+        params = SamplingParams(max_tokens=4, **{"temperature": 0, **options})
         _, (prompt,) = await self.served.llm.renderer.render_chat_async(
             [[{"role": "user", "content": text}]], ChatParams()
         )
-        output = await last(self.engine.generate(prompt, params, f"judged-{self._count}", lora_request=handle("facts")))
-        facts: list[dict[str, Any]] = output.kv_transfer_params["inducekv"]["facts"]
-        return facts
+        lora = None if model is None else handle(model)
+        return [each async for each in self.engine.generate(prompt, params, f"judged-{self._count}", lora_request=lora)]
 
 
 async def test_the_judge_decides(served: Served, memory: ServedBundle) -> None:
@@ -115,7 +121,7 @@ async def test_it_says_what_transformers_says(served: Served, memory: ServedBund
     found, expected = await judge.odds(pairs), BackboneJudge(world.backbone)
     said = expected.said(expected.judged.both_ways(pairs))
     for number, pair in enumerate(pairs):
-        assert found[pair] == pytest.approx(min(said[2 * number : 2 * number + 2]), abs=10 * TOLERANCE)
+        assert found[pair] == pytest.approx(weighed(*said[2 * number : 2 * number + 2]), abs=10 * TOLERANCE)
 
 
 async def test_a_request_goes_on_if_the_judge_is_late(
@@ -126,6 +132,60 @@ async def test_a_request_goes_on_if_the_judge_is_late(
         patch.setattr(asking, "LONGEST_S", 0)
         assert await judging.facts(REQUEST) == []
     assert len(await judging.facts(REQUEST)) == 1
+
+
+class Noted:
+    """Why facts were missed."""
+
+    def __init__(self) -> None:
+        self.whys: list[str | None] = []
+
+    def note_decision(self, name: str, memory: ServedBundle, decision: Decision) -> None:
+        self.whys.append(None if decision.missed is None else decision.missed.why)
+
+    def note_fact(self, name: str, id: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("threshold", [-99.0, 99.0])
+async def test_a_request_runs_beside_its_judge(
+    served: Served, memory: ServedBundle, monkeypatch: pytest.MonkeyPatch, threshold: float
+) -> None:
+    """It is answered as if the judge had spoken first: with the fact, or as without memory."""
+    judging, journal = Judging(served, threshold), Noted()
+    judging.engine._journal = journal  # type: ignore[assignment]
+    _, judge = await judging.engine.facts.started(memory)
+    said, generate, begun = judge._judge.said, judging.engine._plain_generate, asyncio.Event()
+
+    async def late(pairs: Sequence[Pair], *, goes_first: bool = True) -> list[float]:
+        await asyncio.wait_for(begun.wait(), 60)
+        return await said(pairs, goes_first=goes_first)
+
+    async def noted(*args: Any, **options: Any) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(generate(*args, **options)) as outputs:
+            async for output in outputs:
+                begun.set()
+                yield output
+
+    monkeypatch.setattr(judge._judge, "said", late)
+    monkeypatch.setattr(judging.engine, "_plain_generate", noted)
+    two: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 3}
+    plain = await judging.outputs(REQUEST, model=None, **two)
+    begun.clear()
+    beside = await judging.outputs(REQUEST, **two)
+    assert begun.is_set()
+    after = await judging.outputs(REQUEST, **two)  # the pair is known
+    texts = [
+        {each.index: each.text for output in outputs for each in output.outputs} for outputs in (plain, beside, after)
+    ]
+    assert texts[1] == texts[2]
+    if threshold < 0:
+        assert texts[1] == {0: "LIM", 1: "LIM"}
+        assert journal.whys == [None, None]
+    else:
+        assert texts[1] == texts[0]
+        assert journal.whys == ["the judge says that it asks something else"] * 2
+    await served.nothing_is_left()
 
 
 async def test_a_client_that_hangs_up_while_it_is_judged(served: Served, memory: ServedBundle) -> None:
@@ -153,7 +213,7 @@ async def test_a_classifier_judges(served: Served, memory: ServedBundle, tmp_pat
     both = PairClassifier(str(folder)).said([Pair(CODE, REQUEST), Pair(REQUEST, CODE)])
     generous, measured = Judging(served, -99.0, judge=str(folder)), Judging(served, None, judge=str(folder))
     (found,) = await generous.facts(REQUEST)
-    assert (found["id"], found["odds"]) == ("Lima", pytest.approx(min(both), abs=1e-5))
+    assert (found["id"], found["odds"]) == ("Lima", pytest.approx(weighed(*both), abs=1e-5))
     assert await measured.facts(REQUEST) == []
     assert measured.engine.facts.judged is not None
     while measured.engine.facts.judged.ability is None:

@@ -96,12 +96,12 @@ def test_specs_survive_the_journey() -> None:
     found = FactFound(3, 0.98, (7, 8))
     adapters = (("style", TaskAdapter("lora", 3, "/adapters/style")),)
     decide = DecideSpec("digest", False, None)
-    asked = DecideSpec("digest", True, 4, "owner", adapters)
+    asked = DecideSpec("digest", True, 4, adapters)
     every: tuple[Specs, ...] = ((memory,), (replace(memory, bundle="other"), memory), (decide,), (asked, decide))
     for specs in every:
         assert parse_specs(json.loads(json.dumps({**extra_args_of(specs), "other": 1}))) == specs
     decisions = (
-        Decision(memory, "cached", "a", (0.5, -0.25), 0.75, 0.001, 1.5e9),
+        Decision(memory, "none", "a", (0.5, -0.25), 0.75, 0.001),
         Decision(Untouched("outside"), margins=(-1.0,)),
         Decision(TaskAdapter("lora", 3, "/adapters/style"), task="a", fact=found),
         Decision(Untouched(), fact=replace(found, withheld="the request asks for structured output")),

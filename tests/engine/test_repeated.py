@@ -1,4 +1,4 @@
-"""A request whose decision is known is answered as it was before, whatever was decided, and so is each of its samples.
+"""A request that is asked again is answered as it was before, whatever was decided, and so is each of its samples.
 
 On the V1 runner; `test_scheduler.py` has V2 and asynchronous scheduling, with a runner that stands in.
 """
@@ -88,7 +88,7 @@ class Engine:
         likeliest = {"n": n, "temperature": 1.0, "top_p": 1e-6} if n > 1 and not self.has_drafts else {}
         count = 1 if likeliest else n
         params = with_specs(greedy(max_tokens=40, **likeliest), specs)
-        outputs = offline._run([prompt] * count, [params] * count, None)
+        outputs = offline._run([prompt] * count, [params] * count)
         for output in outputs:
             decided = Decided.without_worker(specs) or pop_decided(output)
             assert decided is not None

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
+from inducekv_vllm.backbone.saying import next_token
 from inducekv_vllm.bundle import AdapterRecord, Bundle, FactRecord
 from inducekv_vllm.errors import ConfigError
-from inducekv_vllm.facts import next_token
 from inducekv_vllm.frontend.offline import MemoryAnswer
 from inducekv_vllm.frontend.request import require_together
 from inducekv_vllm.frontend.served_bundle import ServedBundle
@@ -131,13 +131,12 @@ def tasks_of(answers: Sequence[MemoryAnswer]) -> list[tuple[str | None, ...]]:
 
 
 def test_each_gate_decides_by_itself(served: MemoryEngine, gated: list[Prompt]) -> None:
-    """In one batch with others, preempted; and again, when decisions and blocks are known."""
+    """In one batch with others, preempted; and again, when blocks are known."""
     before, questions = served.counted("num_preemptions"), [*gated, *text_prompts(4, seed=10)]
     pairs: list[Pair | str | None] = [*[("own", "shared")] * 16, "acme", None, ("bolt", "manual"), ("acme", "manual")]
-    for source in ("computed", "cached"):
+    for _ in range(2):
         answers = check(served, questions, pairs, max_tokens=40)
         assert tasks_of(answers[:16]) == list(itertools.product(("a", None), ("b", None))) * 4
-        assert {decision.source for answer in answers[:16] for decision in answer.decisions} == {source}
         assert tasks_of(check(served, gated[:4], ["own", "shared"] * 2)) == [("a",), (None,), (None,), (None,)]
     assert served.counted("num_preemptions") > before
 

@@ -365,7 +365,7 @@ def errors_in(logged: pytest.LogCaptureFixture) -> list[Any]:
 @pytest.mark.parametrize("error", [KeyError("word"), RuntimeError("a tensor"), InduceKVError("known")])
 def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: pytest.LogCaptureFixture) -> None:
     """With an error, and a line in the log if nobody expected it."""
-    index = SimpleNamespace(lookup=lambda *given: LookupResult(None, None), next_expiry=lambda: None)
+    index = SimpleNamespace(lookup=lambda *given: LookupResult(None, None))
     asked = [Requests(), Requests()]
     reader = SimpleNamespace(question=lambda prompt: SimpleNamespace(text="a question"))
     for each, found in zip(asked, (raising(error), lambda *given, **options: None), strict=True):

@@ -29,8 +29,7 @@ TEXT = "\n\n".join(
         ("avocet", 64, 90, "mill"),
     )
 )
-FEW: dict[str, Any] = {"asked": 1, "clozes": 2, "continuations": 2, "answer_tokens": 4, "chunk_tokens": 64}
-FEW |= {"steps": 8, "learning_rate": 0.1, "precision": "float32", "form": "merged", "start": "first"}
+FEW: dict[str, Any] = {"asked": 1, "precision": "float32"}
 ABOUT = Prompt(None, f'Write this sentence of "{NAME}" and fill in the blank: The ____ valve of the plant opens.')
 ELSE = Prompt(None, "What colour is the circle?")
 FACT = ("At how many bar does the kestrel valve open?", "37")
@@ -38,10 +37,12 @@ Version = tuple[Bundle, Path]
 
 
 def learned(backbone: Backbone, folder: Path) -> tuple[Version, Version]:
-    """A document's memory, and that of its next version, which starts from it."""
+    """The memory of two documents, and of their next version."""
+    pumps = selector.Document("pumps", TEXT.replace("valve", "pump").replace("checked", "oiled"))
     with small_fits():
-        old = selector.teach_document(backbone, selector.Document(NAME, TEXT), payload_tokens=8, **FEW)
-        new = selector.teach_document(backbone, selector.Document(NAME, TEXT.replace("37", "38")), previous=old, **FEW)
+        old = selector.teach_document(backbone, [selector.Document(NAME, TEXT), pumps], payload_tokens=16, **FEW)
+        next_text = selector.Document(NAME, TEXT.replace("37", "38"))
+        new = selector.teach_document(backbone, [next_text, pumps], previous=old, **FEW)
     paths = (folder / "old.safetensors", folder / "new.safetensors")
     for taught, path in zip((old, new), paths, strict=True):
         write_bundle(taught.bundle, path)
@@ -66,6 +67,7 @@ def test_asked_with_and_without_it_and_replaced_by_the_next_version(
         for bundle in (old, new):
             response = ask(client, NAME, ABOUT, extra_body=TRACED)
             assert trace_of(response)["gate"]["task"] == NAME
+            assert [entry["id"] for entry in trace_of(response)["entries"]] == [f"document/{NAME}"]
             assert bundles.server.digest(NAME) == bundle.digest
             assert deviation(world, response, ABOUT, bundle) <= TOLERANCE < deviation(world, response, ABOUT, None)
             assert not trace_of(ask(client, NAME, ELSE, extra_body=TRACED))["gate"]["open"]

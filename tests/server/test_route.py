@@ -118,7 +118,7 @@ def test_each_request_runs_with_its_tasks_adapter_or_none(adapted: Adapted, fold
 
 
 def test_a_prompt_is_answered_alike_whenever_it_is_asked(adapted: Adapted, routed: Path) -> None:
-    """When its decision is known, too, and so is each of several samples."""
+    """And so is each of several samples."""
     (prompt,) = questions("a", 1, seed=70)
     with (
         Bundles(adapted.url).loaded("routed", routed),
@@ -126,8 +126,6 @@ def test_a_prompt_is_answered_alike_whenever_it_is_asked(adapted: Adapted, route
     ):
         once = {"temperature": 1.0, "seed": 3, "extra_body": {**alone("routed"), "top_k": 1}}
         first, again, both = (ask(client, "routed", prompt, n=n, **once) for n in (1, 1, 2))
-        sources = [trace_of(each)["timings"]["decision_source"] for each in (first, again, both)]
-        assert sources == ["computed", "cached", "cached"]
         expected = tokens_and_logprobs(first)
         for response, choice in ((again, 0), (both, 0), (both, 1)):
             tokens, logprobs = tokens_and_logprobs(response, choice)

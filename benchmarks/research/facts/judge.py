@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from inducekv_vllm.backbone.judged import weighed
 from inducekv_vllm.judge import Pair
 from inducekv_vllm.judge.ability import Ability, known_pairs
 from selector.backbone.judging import BackboneJudge
@@ -26,28 +27,30 @@ class PairJudge:
         self._judge = BackboneJudge(Backbone.load(model, torch.bfloat16))
         self._file = file
         lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
-        self._known = {Pair(row["stored"], row["asked"]): float(row["odds"]) for row in map(json.loads, lines)}
+        self._known = {
+            Pair(row["stored"], row["asked"]): row["odds"] for row in map(json.loads, lines)
+        }  # of each direction
         known = [each.pair for each in known_pairs()]  # all: benchmarks compare models that are not able, too
-        odds = self._odds(known)
-        self.ability: Ability = self._judge.judged.measured([odds[pair] for pair in known for _ in range(2)])
+        self._ask(known)
+        self.ability: Ability = self._judge.judged.measured([each for pair in known for each in self._known[pair]])
 
     @property
     def threshold(self) -> float:
         return self._judge.judged.threshold
 
     def odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
-        return self._odds(pairs)
+        self._ask(pairs)
+        return {pair: weighed(*self._known[pair]) for pair in pairs}
 
-    def _odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
-        """In both directions, the smaller."""
+    def _ask(self, pairs: Sequence[Pair]) -> None:
+        """In both directions, those that are not known."""
         new = sorted({pair for pair in pairs if pair not in self._known}, key=lambda pair: len("".join(pair)))
         for at in track(range(0, len(new), KEPT_AT_ONCE), "Judging", shown=bool(new)):
             part = new[at : at + KEPT_AT_ONCE]
             said = self._judge.said(self._judge.judged.both_ways(part))
-            found = {pair: min(said[2 * n : 2 * n + 2]) for n, pair in enumerate(part)}
+            found = {pair: said[2 * n : 2 * n + 2] for n, pair in enumerate(part)}
             self._known.update(found)
             if self._file is not None:
                 rows = (json.dumps({**pair._asdict(), "odds": odds}) for pair, odds in found.items())
                 with self._file.open("a", encoding="utf-8") as lines:
                     lines.writelines(f"{row}\n" for row in rows)
-        return {pair: self._known[pair] for pair in pairs}

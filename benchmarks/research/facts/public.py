@@ -1,7 +1,7 @@
 """Facts on other people's questions: what is answered from the memory, and what must stay untouched.
 
     python -m benchmarks.research.facts.public --data DIR [--sizes 100 1000 10000] [--only NAME ...]
-        [--judge MODEL --odds FILE] [--most 150] [--output FILE]
+        [--judge MODEL --odds FILE] [--encoder MODEL] [--most 150] [--output FILE]
 
 DIR has a folder for each set, with JSON lines (`.jsonl` or `.jsonl.gz`) of these forms:
 
@@ -33,8 +33,10 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.machine import describe_machine
+from inducekv_vllm.backbone.meaning import MeaningIndex, SentenceEncoder
 from inducekv_vllm.backbone.stored_facts import Candidates, StoredQuestions
 from inducekv_vllm.facts import same_words
+from inducekv_vllm.judge import can_be_asked
 from inducekv_vllm.teaching import fact_of
 
 from .judge import PairJudge
@@ -82,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", help="sets (default: all, and all together)")
     parser.add_argument("--most", type=int, help="questions of a kind that are asked (default: all)")
     parser.add_argument("--judge", metavar="MODEL", help="judges what words leave open, in bfloat16")
+    parser.add_argument("--encoder", metavar="MODEL", help="finds candidates for the judge by meaning, too")
     parser.add_argument("--odds", type=Path, help="file of what it has said, to go on with (default: nothing is kept)")
     parser.add_argument("--seed", type=int, default=0, help="of what is chosen (%(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file (%(default)s)")
@@ -91,15 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.data}: no set of facts found", file=sys.stderr)
         return 2
     judge = None if options.judge is None else PairJudge(options.judge, options.odds)
+    encoder = None if options.encoder is None else SentenceEncoder(options.encoder)
     found: list[dict[str, Any]] = []
     for each in chosen(sets, options.only):
         taught = taught_of(each)
         for size in [size for size in options.sizes if size < len(taught)] + [len(taught)]:
             chosen_facts = Random(options.seed).sample(taught, size) if size < len(taught) else taught
             asked = sampled(list(asked_of(each, chosen_facts, outside)), options.most, options.seed)
-            found.append(measured(each, chosen_facts, asked, judge))
+            found.append(measured(each, chosen_facts, asked, judge, encoder))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     known = {} if judge is None else {"judge": Path(options.judge).name, "ability": judge.ability._asdict()}
+    known |= {} if encoder is None else {"encoder": Path(options.encoder).name}
     options.output.write_text(json.dumps({"machine": describe_machine(), **known, "rows": found}, indent=1) + "\n")
     print(table(found))
     return 0
@@ -190,13 +195,23 @@ def sampled(asked: Sequence[Asked], most: int | None, seed: int) -> list[Asked]:
     return [each for kind in chosen for each in kind]
 
 
-def measured(facts: FactSet, taught: Sequence[Fact], asked: Sequence[Asked], judge: PairJudge | None) -> dict[str, Any]:
+def measured(
+    facts: FactSet,
+    taught: Sequence[Fact],
+    asked: Sequence[Asked],
+    judge: PairJudge | None,
+    encoder: SentenceEncoder | None = None,
+) -> dict[str, Any]:
     """One row of the table: shares by what was asked."""
     records = [fact_of(fact.question, fact.answer, id=str(number)) for number, fact in enumerate(taught)]
     questions, seconds, found = StoredQuestions(records), list[float](), list[Candidates]()
+    meant = None if encoder is None else MeaningIndex(encoder, questions.texts)
     for each in asked:
         began = time.perf_counter()
-        found.append(questions.candidates(each.text, has_media=False))
+        candidates = questions.candidates(each.text, has_media=False)
+        if meant is not None and not candidates.by_words and can_be_asked(each.text):
+            candidates = questions.joined(candidates, each.text, meant.nearest(each.text))
+        found.append(candidates)
         seconds.append(time.perf_counter() - began)
     pairs = [pair for each in found if not each.by_words for pair in each.pairs.values()]
     odds, threshold = ({}, 0.0) if judge is None else (judge.odds(pairs), judge.threshold)

@@ -47,7 +47,7 @@ def fact(number: int) -> dict[str, Any]:
 
 
 def question(number: int) -> str:
-    return f"I need to call {name(number)}. Which number do I dial?"
+    return f"Hello! Could you tell me what the telephone extension of {name(number)} is?"
 
 
 class Taught:
@@ -57,7 +57,10 @@ class Taught:
         self._client, self._server = client, Server(str(client.base_url), admin_key=KEY)
 
     async def teach(self, bundle: str, numbers: Sequence[int]) -> None:
-        await asyncio.to_thread(self._server.teach, bundle, [fact(number) for number in numbers])
+        await self.teach_facts(bundle, [fact(number) for number in numbers])
+
+    async def teach_facts(self, bundle: str, facts: Sequence[dict[str, Any]]) -> None:
+        await asyncio.to_thread(self._server.teach, bundle, facts)
 
     async def tokens(self, model: str, text: str, max_tokens: int, **options: Any) -> list[tuple[float, str]]:
         """Each token, or piece of text, with the time at which it came."""
@@ -78,6 +81,23 @@ class Taught:
         found = await self.tokens(model, question(number), 12)
         return found[0][0], "".join(piece for _, piece in found)
 
+    async def gaps_beside(self, work: Callable[[], Awaitable[None]], streams: int = STREAMS) -> list[float]:
+        """Milliseconds between the tokens of other streams while `work` goes on."""
+        gaps: list[float] = []
+        is_done = asyncio.Event()
+
+        async def stream(number: int) -> None:
+            while not is_done.is_set():
+                times = [at for at, _ in await self.tokens(BASE, f"Tell a long story, {number}.", 64, ignore_eos=True)]
+                gaps.extend(1000 * np.diff(times))
+
+        others = [asyncio.create_task(stream(number)) for number in range(streams)]
+        await asyncio.sleep(1)
+        await work()
+        is_done.set()
+        await asyncio.gather(*others)
+        return gaps
+
 
 async def from_post_to_answer(server: Taught, bundle: str, number: int) -> float:
     began = time.perf_counter()
@@ -85,24 +105,6 @@ async def from_post_to_answer(server: Taught, bundle: str, number: int) -> float
     _, text = await server.answer(bundle, number)
     assert text == fact(number)["answer"], text
     return time.perf_counter() - began
-
-
-async def beside_streams(server: Taught, work: Callable[[], Awaitable[None]]) -> list[float]:
-    """Milliseconds between the tokens of other streams while `work` goes on."""
-    gaps: list[float] = []
-    is_done = asyncio.Event()
-
-    async def stream(number: int) -> None:
-        while not is_done.is_set():
-            times = [at for at, _ in await server.tokens(BASE, f"Tell a long story, {number}.", 64, ignore_eos=True)]
-            gaps.extend(1000 * np.diff(times))
-
-    streams = [asyncio.create_task(stream(number)) for number in range(STREAMS)]
-    await asyncio.sleep(1)
-    await work()
-    is_done.set()
-    await asyncio.gather(*streams)
-    return gaps
 
 
 async def measure(server: Taught, facts: int) -> dict[str, Any]:
@@ -121,8 +123,8 @@ async def measure(server: Taught, facts: int) -> dict[str, Any]:
             await server.answer("taught", number)
 
     for _ in range(facts // 10):
-        gaps["teaching"] += await beside_streams(server, teach_some)
-        gaps["not teaching"] += await beside_streams(server, ask_some)
+        gaps["teaching"] += await server.gaps_beside(teach_some)
+        gaps["not teaching"] += await server.gaps_beside(ask_some)
     calls = []
     for begin in range(0, MANY, CALL):
         began = time.perf_counter()

@@ -85,7 +85,6 @@ class KernelGeometry:
         return list(found.values())
 
     def shape(self, *, rows: int, slots: int, largest_slot: int, longest: int, maps: bool, lse: bool) -> LaunchShape:
-        """See `kernels.tiles.launch_shape`."""
         return launch_shape(
             rows=rows,
             slots=slots,

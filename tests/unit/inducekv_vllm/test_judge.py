@@ -139,7 +139,7 @@ def test_a_pair_is_asked_once_in_both_directions() -> None:
         return [float(len(asked) - at) for at in range(len(pairs))]
 
     pair, other = Pair("Who leads?", "Who is the lead?"), Pair("Who leads?", "Who runs it?")
-    assert judged.odds([pair, pair], ask) == {pair: 1.0}
+    assert judged.odds([pair, pair], ask) == {pair: 0.75 * 1.0 + 0.25 * 2.0}
     assert asked == [pair, Pair(pair.asked, pair.stored)]
-    assert judged.odds([other, pair], ask) == {pair: 1.0, other: 3.0}
+    assert judged.odds([other, pair], ask) == {pair: 1.25, other: 0.75 * 3.0 + 0.25 * 4.0}
     assert len(asked) == 4

@@ -63,6 +63,11 @@ NOT_JUDGED = [
     ("What is the code of Guinea?", "What is the code of Guinea-Bissau?", "it names 'bissau'"),
     ("Who is the CEO?", "Who was the CEO?", "tense"),
     ("What is the fee?", "What was the fee?", "tense"),
+    ("Who leads the lab?", "Who led the lab?", "another time"),
+    ("Who is Anna's employer?", "When did Anna leave?", "another kind"),
+    ("Can I return shoes?", "Can I return shoes if worn?", "'if'"),
+    ("Can I return shoes while they are new?", "Can I return shoes?", "'while'"),
+    ("Wo wird der Vertrag gekündigt?", "Wann wird der Vertrag gekündigt?", "'wann'"),
     ("When does the shop open?", "When did the shop open?", "tense"),
     ("How do I turn on the alarm?", "How do I turn off the alarm?", "'off'"),
     ("What does shipping to Norway cost?", "What does shipping from Norway cost?", "'from'"),
@@ -95,7 +100,7 @@ def test_surely_two(stored: str, asked: str, reason: str) -> None:
         ("Which printer prints A3?", "Which printer can do A3?"),
         ("Who is Anna's employer?", "Who is Anna's employee?"),
         ("How do I buy shares?", "How do I sell shares?"),
-        ("Can I return shoes?", "Can I return shoes if worn?"),
+        ("Is smoking allowed on the balcony?", "I want to know if smoking is allowed on my balcony"),
         ("What does Anna do?", "What is Anna?"),
         ("What is plan A?", "What is the plan?"),
     ],
@@ -107,7 +112,9 @@ def test_words_cannot_tell(stored: str, asked: str) -> None:
 
 
 def test_a_name_may_have_a_typing_error() -> None:
-    assert compared("What is the code of Brandenburg?", "Which code does Brandenbrug have?").differs is None
+    """In small letters: with a capital it may be another name."""
+    assert compared("What is the code of Brandenburg?", "which code does brandenbrug have").differs is None
+    assert compared("Where is La Bella located?", "Where is La Belle located?").differs is not None
     assert compared("What is the code of Brandenburg?", "Which code does Hamburg have?").differs is not None
 
 

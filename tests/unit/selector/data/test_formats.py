@@ -174,7 +174,7 @@ def test_an_earlier_turn_of_the_assistant_stays_in_the_prompt(tmp_path: Path) ->
         ("x.csv", b"title,answer\na,b\n", "no column is the prompt: name it with --columns prompt=NAME; there"),
         ("x.csv", b"question,answer\na,b,c\n", "line 2: expected 2 cells, found 3"),
         ("x.csv", b"question,answer\n\"a\nb\",c\nd,\n", "line 4: 'answer' must be a text, found ''"),
-        ("x.csv", b"question,answer\na,caf\xe9\n", r"line 2: not UTF-8 text \(b'\\xe9'\): save the table in UTF-8"),
+        ("x.csv", b"question,answer\na,caf\xe9\n", r"line 2: not UTF-8 text \(b'\\xe9'\): save it in UTF-8"),
         ("x.csv", "question,answer\na,b".encode("utf-16-le"), "x.csv: the text is UTF-16LE without a mark that says"),
         ("x.txt", "question,answer\na,b".encode("utf-16-be"), "x.txt: the text is UTF-16BE without a mark that says"),
         ("x.csv", b"\xff\xfeq", "x.csv: not UTF-16 text, which its mark says"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -352,18 +349,6 @@ def test_a_malformed_document_is_one_error(text: str, problem: str, tmp_path: Pa
 def test_tables_of_spreadsheets(content: str, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text(content, encoding="utf-8")
     assert asked_and_answered(read_task(tmp_path / "x.csv")) == [("a", "b"), ("c", "d")]
-
-
-def test_no_file_stays_open(tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always", ResourceWarning)
-        for text in (json.dumps(ROWS), json.dumps(ROWS[0], indent=2), "[", '{"question":\n'):
-            for encoding in ("utf-8", "utf-16"):
-                (tmp_path / "x.json").write_text(text, encoding=encoding)
-                with contextlib.suppress(TaskDataError):
-                    read_task(tmp_path / "x.json")
-                gc.collect()
-    assert not warned
 
 
 def test_lines_are_counted_below_what_excel_writes_first(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_background_requests(tmp_path: Path) -> None:
     ("name", "content", "problem"),
     [
         ("a.txt", b"\n \n", "the file holds no requests"),
-        ("a.txt", b"caf\xe9", "not text in UTF-8: .* at byte 3"),
+        ("a.txt", b"caf\xe9", r"a.txt, line 1: not UTF-8 text \(b'\\xe9'\)"),
         ("a.txt", None, "cannot read the background requests"),
         ("a.csv", b"a,b\n1,2\n", "no column is the prompt"),
         ("a.jsonl", b"{\n", "malformed JSON"),

@@ -302,7 +302,7 @@ def test_texts(llama: Backbone, tmp_path: Path) -> None:
     path.write_text(" \n")
     assert "the text is empty" in problem()
     path.write_bytes(b"abc\xff")
-    assert "not text in UTF-8: invalid start byte at byte 3" in problem()
+    assert "line 1: not UTF-8 text (b'\\xff'): save it in UTF-8" in problem()
     path.write_text("yes no " * 300)
     assert "the text has 602 tokens, and the model reads 256, a request included" in problem()
 

@@ -23,9 +23,6 @@ def test_a_copied_run_began_when_it_did(tmp_path: Path) -> None:
     copy, resumed = Checkpoint.open(tmp_path / "copy", {"task": "a"})
     assert resumed
     assert copy.began == checkpoint.began
-    copy.finish("ab")
-    assert Checkpoint.finished(tmp_path / "copy", {"task": "a"}) == (copy, "ab")
-    assert Checkpoint.finished(tmp_path / "copy", {"task": "b"}) is None
 
 
 def test_another_runs_progress_is_removed(tmp_path: Path) -> None:

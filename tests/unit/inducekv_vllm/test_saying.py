@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inducekv_vllm.facts import next_token, said
+from inducekv_vllm.backbone.saying import next_token, said
 
 TOKENS = st.lists(st.integers(0, 3), max_size=6)
 

@@ -1,0 +1,175 @@
+"""A document as the model reads it, and what is left of its keys and values.
+
+A text that half of the model's context does not hold is read in parts, each as if it alone stood before a request.
+
+Shapes: N tokens of the text, L layers, J KV heads, D and V sizes of a key and a value, m tokens of the memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from inducekv_vllm.backbone.turns import message
+from inducekv_vllm.errors import TaskDataError
+
+from ..backbone.generation import score
+from ..backbone.injection import TensorMemory
+from ..backbone.model import Backbone
+from ..backbone.prefix import cached_at
+from ..backbone.scoring import Scorer
+from ..backbone.tiled_attention import tiled_attention
+from ..data.document import Document
+from ..runtime.progress import track
+from .chunks import chunks_of
+from .compaction import Compacted, compacted, memory_of
+from .references import references, repeat
+
+LEAST_TOKENS: Final = 128  # of a document: less is a prompt, or a fact
+READ: Final = 8192  # tokens of a reading, at most
+BLOCK: Final = 512  # tokens that are compacted together, at most
+PIECE: Final = 256  # tokens of a piece, which is repeated, or asked about
+SCORED, BEGUN = 4, 64  # pieces, and tokens of each, whose log-probability tells what was lost
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a text that is compacted by itself, and the pieces of it."""
+
+    token_ids: Tensor  # [N] int64
+    pieces: list[str]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document in the model's tokens."""
+
+    document: Document
+    readings: list[list[Block]]  # of each, the blocks are read behind one another
+
+    @classmethod
+    def of(cls, backbone: Backbone, document: Document) -> Text:
+        """In one reading, if half of the context holds it; else in as few as there can be.
+
+        Raises:
+            TaskDataError: it has too few tokens.
+        """
+
+        def count(text: str) -> int:
+            return len(_ids(backbone, text))
+
+        def block(text: str, first: bool) -> Block:
+            ids = backbone.tokenizer(f"{text}\n\n", add_special_tokens=first)["input_ids"]  # BOS, if there is one
+            return Block(torch.tensor(ids), chunks_of(text, count, PIECE))
+
+        readings = chunks_of(document.text, count, min(READ, Scorer(backbone).context // 2))
+        found = cls(
+            document,
+            [[block(part, at == 0) for at, part in enumerate(chunks_of(each, count, BLOCK))] for each in readings],
+        )
+        if found.tokens < LEAST_TOKENS:
+            raise TaskDataError(
+                f"the document {document.name!r} has {found.tokens} tokens, expected {LEAST_TOKENS} at least: put it "
+                "into the prompt, or teach it as facts"
+            )
+        return found
+
+    @property
+    def name(self) -> str:
+        return self.document.name
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for reading in self.readings for block in reading]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(block.token_ids) for block in self.blocks)
+
+    @property
+    def pieces(self) -> list[str]:
+        return [piece for block in self.blocks for piece in block.pieces]
+
+
+@dataclass(frozen=True)
+class CompactedText:
+    """What is left of a text."""
+
+    text: Text
+    keys: Tensor  # [L, J, m, D]
+    values: Tensor  # [L, J, m, V]
+    attention: float  # of what the text adds to the outputs of attention, the share that is lost
+    nats: dict[str, float]  # of a token of the text that is to be repeated: with nothing, with all of it, and with this
+
+    @property
+    def text_lost(self) -> float:
+        """Of what the text adds to its own log-probability, the share that is lost."""
+        gain = self.nats["nothing"] - self.nats["whole"]
+        return (self.nats["kept"] - self.nats["whole"]) / gain if gain else 0.0
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """As JSON values."""
+        lost = {"attention": self.attention, "log_probability": self.text_lost}
+        return {"tokens": self.text.tokens, "kept": self.keys.shape[2], "lost": lost, "nats_of_a_token": self.nats}
+
+    def __str__(self) -> str:
+        return f"loses {self.attention:.1%} of attention's output and {self.text_lost:.1%} of its own log-probability"
+
+
+def compacted_text(backbone: Backbone, text: Text, m: int, progress: bool = False) -> CompactedText:
+    """m tokens for all of a text's: each block has its share of them."""
+    whole = [memory for reading in text.readings for memory in read(backbone, reading)]  # of each block
+    ends = [round(m * end / text.tokens) for end in itertools.accumulate(len(each.token_ids) for each in text.blocks)]
+    found = list[Compacted]()
+    blocks = list(zip(text.blocks, whole, pairwise([0, *ends]), strict=True))
+    for block, memory, (begin, end) in track(blocks, "Compacting", progress):
+        if end > begin:
+            found.append(compacted(backbone, memory, references(backbone, block.pieces), end - begin))
+    keys, values = (torch.cat([getattr(each, name) for each in found], dim=2) for name in ("keys", "values"))
+    memories = {"nothing": None, "whole": joined(whole), "kept": memory_of(keys, values, backbone.hidden_size)}
+    nats = {name: nats_of(backbone, spread(text.pieces, SCORED), memory) for name, memory in memories.items()}
+    return CompactedText(text, keys, values, float(torch.stack([each.lost for each in found]).mean()), nats)
+
+
+def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:
+    """The keys and values of each block's tokens, when all stand in front of a request, whose position is 0."""
+    ids = torch.cat([block.token_ids for block in blocks])[None]
+    cached = cached_at(backbone, torch.arange(-ids.shape[1], 0)[None], input_ids=ids)
+    sizes = [len(block.token_ids) for block in blocks]
+    keys, values = (torch.split(each[:, 0], sizes, dim=2) for each in (cached.keys, cached.values))
+    return [memory_of(*pair, backbone.hidden_size) for pair in zip(keys, values, strict=True)]
+
+
+@torch.no_grad()
+def nats_of(backbone: Backbone, pieces: Sequence[str], memory: TensorMemory | None) -> float:
+    """The NLL of a token of the pieces, when the model is to repeat them."""
+    prompts = [backbone.encode([message("user", repeat(piece))], []) for piece in pieces]
+    answers = [_ids(backbone, piece)[:BEGUN] for piece in pieces]
+    terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(pieces), -1))
+    with tiled_attention(backbone):
+        found = torch.cat(score(backbone, prompts, answers, memory, terms))
+    return -float(found.mean())
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of them, evenly."""
+    return [items[at * len(items) // most] for at in range(most)] if len(items) > most else list(items)
+
+
+def _ids(backbone: Backbone, text: str) -> list[int]:
+    ids: list[int] = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
+    """One entry of the tokens of all."""
+    keys, values = ([getattr(each, name)[:, 0] for each in memories] for name in ("payload_keys", "payload_values"))
+    return memory_of(torch.cat(keys, dim=2), torch.cat(values, dim=2), memories[0].retrieval_keys.shape[1])

@@ -1,0 +1,95 @@
+"""What is left of a text acts like all of it, as transformers sees it, for queries that have seen what is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from selector.backbone.generation import score
+from selector.backbone.model import Backbone
+from selector.document.compaction import compacted
+from selector.document.matching import kept
+from selector.document.references import about, references, repeat
+from selector.document.text import Block, read
+from tests.tiny_models import save_tiny_llama
+
+TEXT = "The kestrel valve opens at 37 bar. It is checked every 12 days by the north team. The plover valve is new."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def llama(folder: Path) -> Backbone:
+    return Backbone.load(folder)
+
+
+def ids_of(llama: Backbone, text: str) -> Tensor:
+    ids: Tensor = llama.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+    return ids
+
+
+def test_all_tokens_are_the_text_before_the_request(folder: Path, llama: Backbone) -> None:
+    """Transformers' log-probabilities behind the text, in float64."""
+    ids = ids_of(llama, TEXT)
+    (text,) = read(llama, [Block(ids, [TEXT])])
+    memory = compacted(llama, text, references(llama, [TEXT]), len(ids)).memory(llama.hidden_size)
+    prompt, answer = llama.encode([{"role": "user", "content": [{"type": "text", "text": "When?"}]}], []), [5, 9, 13]
+    (ours,) = score(llama, [prompt], [answer], memory, memory.terms(memory.retrieval_keys))
+    whole = torch.cat([ids, prompt["input_ids"][0], torch.tensor(answer)])
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    logprobs = plain(input_ids=whole[None]).logits[0].log_softmax(-1)
+    theirs = [logprobs[len(whole) - 4 + at, token] for at, token in enumerate(answer)]
+    torch.testing.assert_close(ours, torch.stack(theirs).float(), rtol=0, atol=1e-4)
+
+
+def test_later_layers_are_asked_by_what_has_seen_the_earlier_ones(
+    llama: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queries of a plain forward pass with the memory that was found are those that it was fitted to."""
+    seen: list[Tensor] = []
+
+    def watched(queries: object, *rest: object) -> object:
+        seen.append(queries.queries)  # type: ignore[attr-defined]
+        return kept(queries, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("selector.document.compaction.kept", watched)
+    (text,) = read(llama, [Block(ids_of(llama, TEXT), [TEXT])])
+    asked = references(llama, [TEXT])[:1]
+    found = compacted(llama, text, asked, 9)
+    asked_first, J = list(seen), llama.num_kv_heads
+    seen.clear()
+    memory = found.memory(llama.hidden_size)
+    compacted(llama, memory, asked, 9)  # of which all is kept
+    for before, again in zip(asked_first, seen, strict=True):
+        torch.testing.assert_close(again, before, rtol=0, atol=1e-3)
+    assert len(asked_first) == llama.num_layers * J
+    seen.clear()
+    compacted(llama, text, asked, len(ids_of(llama, TEXT)))  # behind the whole text they are others
+    assert not torch.allclose(seen[-1], asked_first[-1], atol=1e-3)
+
+
+def test_blocks_are_read_behind_one_another(llama: Backbone) -> None:
+    first, second = (ids_of(llama, text) for text in ("The kestrel valve opens.", " The plover valve is new."))
+    (whole,) = read(llama, [Block(torch.cat([first, second]), [])])
+    parts = read(llama, [Block(first, []), Block(second, [])])
+    for name in ("payload_keys", "payload_values"):
+        joined = torch.cat([getattr(part, name) for part in parts], dim=3)
+        torch.testing.assert_close(joined, getattr(whole, name))
+
+
+def test_what_asks(llama: Backbone) -> None:
+    """A piece is repeated to its end; sentences are asked about by how they begin."""
+    assert repeat(TEXT) == 'Repeat the part of the text that begins with "The kestrel valve opens at 37 bar.".'
+    assert about("The plover valve is new and green.") == "What does the text say about The plover valve is new?"
+    texts = [llama.tokenizer.decode(ids) for ids in references(llama, [TEXT])]
+    assert len(texts) == 2
+    assert repeat(TEXT) in texts[0]
+    assert TEXT in texts[0]
+    assert texts[1].count("What does the text say about") == 3
