@@ -111,7 +111,7 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     ("options", "message"),
     [
         (["--recipe", "refined"], "--iterations is for the recipe 'paper', and this run's is 'refined'"),
-        (["--steps", "5"], "--steps is for the recipe 'refined' and 'document', and this run's is 'paper'"),
+        (["--steps", "5"], "--steps is for the recipe 'refined', and this run's is 'paper'"),
         (["--budget", "0"], "budget must be at least 1, found 0"),
         (["--beta", "-1"], "beta must be at least 0, found -1.0"),
         (["--gamma", "nan"], "gamma must be a finite number, found nan"),
