@@ -26,7 +26,7 @@ from .document.reading import read_documents
 from .gate.data import read_others
 from .recipes import DEFAULT, recipes_for, settings_after
 from .run import Anchors, TaskRequest, checked, learn
-from .runtime.callback import Callback
+from .runtime.running import Callback
 from .update.accuracy import Accuracy, accuracies_of
 from .update.recipe import Recipe
 from .update.result import helps

@@ -24,11 +24,10 @@ from .data.document import Document
 from .data.examples import Example
 from .data.repeats import distinct
 from .gate.data import NO_QUESTIONS, GateData
-from .runtime.callback import Callback
 from .runtime.checkpoint import Checkpoint, identity_digest
 from .runtime.files import require_output
 from .runtime.progress import note
-from .runtime.running import Run
+from .runtime.running import Callback, Run
 from .update.inputs import TaskInputs, check_answers, check_continued, divided
 from .update.outputs import KeptAnchors, sole_writer, write_outputs, write_report
 from .update.recipe import Recipe

@@ -64,18 +64,18 @@ class Transaction:
         self._changes.names.check_memory(name, memory)
         before = versions.state.find(name)
         async with self._changes.bringing.resident(memory) as resident_bytes:
-            record = self._record(checked, source)
-            to = Pointed(record, memory, self._event(before is None), resident_bytes, checked.bundle, keep, pin)
+            record, event = self._record(checked, source), self._event(before is None)
+            to = Pointed(record, memory, event, resident_bytes, checked.bundle, keep, pin)
             left = await self.record(versions.state.point, to)
         versions.release(left)
         self._changes.metrics.pointed(name, versions.pool.version(digest))
-        done = "replaced" if self._event(before is None) == "replace" else self._change.done
         logger.info(
-            "memory bundle %r %s by %s in %.2f s: digest %s, %d entries, %d bytes a rank, from %s",
+            "%s of memory bundle %r by %s in %.2f s: digest before %s, now %s, %d entries, %d bytes a rank, from %s",
+            event,
             name,
-            done if before is None else f"{done} (digest before {before.digest})",
             self._who,
             time.monotonic() - began,
+            None if before is None else before.digest,
             digest,
             memory.num_entries,
             resident_bytes,

@@ -42,21 +42,6 @@ class Change(StrEnum):
         """Whether a bundle is on its way to the workers meanwhile."""
         return self not in (Change.UNLOAD, Change.FORGET)
 
-    @property
-    def done(self) -> str:
-        """What the log says of a bundle once it is done."""
-        return _DONE[self]
-
-
-_DONE: Final = {
-    Change.LOAD: "loaded",
-    Change.ROLLBACK: "rolled back",
-    Change.UNLOAD: "unloaded",
-    Change.FORGET: "freed of earlier versions",
-    Change.TEACH: "taught",
-    Change.FORGET_FACTS: "freed of facts",
-}
-
 
 BundleState = Literal["loading", "ready", "draining", "failed"]
 BundleName = Annotated[

@@ -90,7 +90,7 @@ def lora_flags(ways: Sequence[Learned]) -> list[str]:
 def right(url: str, way: Learned, how: Plan, questions: Sequence[Example]) -> int:
     """How many answers are right to the letter, but for space around them."""
     said = served_answers(url, way.served_as, how(questions), MAX_TOKENS)
-    return sum(answer.strip() == each.answer.strip() for answer, each in zip(said, questions, strict=True))
+    return sum(answer.text.strip() == each.answer.strip() for answer, each in zip(said, questions, strict=True))
 
 
 def long_questions(

@@ -36,7 +36,7 @@ from selector.client import Answer, Message, Server
 from selector.refined.settings import usual_precision
 
 BUNDLE, BASE, KEY = "company", "base", "the benchmark's admin"
-MAX_TOKENS: Final = 32
+MAX_TOKENS: Final = 24
 JUDGE_SECONDS: Final = 1800.0
 BEFORE: Final = (("user", "Hello, I am new at the company and have a few questions."), ("assistant", "Ask away!"))
 # By words of a fact's question: what is asked next, and what a right answer has in it.
@@ -46,7 +46,7 @@ BUILDS_ON: Final[Mapping[str, tuple[str, str]]] = {
     "warehouse": ("And what is that on a 24-hour clock?", "15"),
     "refund": ("And how long is that in weeks?", "4"),
     "vacation": ("If ten of them are taken, how many are left?", "17"),
-    "port": ("And which number comes right after it?", "5434"),
+    "Which port": ("And which number comes right after it?", "5434"),
     "SLA": ("And how long is that in minutes?", "240"),
     "expense": ("What is the name of that program?", "Ledgerly"),
     "Lyon": ("Which postcode is that?", "69003"),

@@ -41,6 +41,7 @@ from selector.refined.training import PAYLOADS, Training, TrainingProblem, log_p
 from selector.update.inputs import TaskInputs
 
 TOKENS, RANK = 16, 8  # of memory in all layers
+CHOICES = ("all", "last half", "last third", "by gradient", "every third")
 
 
 class InSomeLayers(Training):
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     with tiled_attention(backbone):
         scorer = Scorer(backbone, batch_size=4 * EVALUATION_BATCHES)
         for seed in options.seeds:
-            for name in ("all", "last half", "last third", "by gradient", "every third"):
+            for name in CHOICES:
                 if (name, seed) not in made:
                     known.append(measured(scorer, rows, questions, name, options.chosen, seed))
                     described = {"benchmark": "fewer_layers", "model": options.model.name, "questions": len(questions)}

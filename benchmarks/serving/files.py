@@ -96,7 +96,9 @@ def cache_bytes(needed: Mapping[Cell, int], files: Files, servers: int) -> tuple
 def flags(context: int, requests: int, pictures: int, kv_cache_bytes: int, dtype: str, is_dummy: bool) -> list[str]:
     """Of every server: `requests` at a time, each with up to so many pictures."""
     given = ["--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", str(requests), "--seed", "0"]
-    given += ["--kv-cache-memory-bytes", str(kv_cache_bytes), "--limit-mm-per-prompt", json.dumps({"image": pictures})]
+    given += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
+    if pictures:
+        given += ["--limit-mm-per-prompt", json.dumps({"image": pictures})]
     if is_dummy:
         given += ["--load-format", "dummy"]
     if torch.cuda.is_available():

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
     LlavaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -21,6 +23,7 @@ from transformers import (
 
 from benchmarks.demo.model import VOCABULARY, build_config, export, write_settings
 from benchmarks.geometries import Geometry
+from inducekv_vllm.backbone.checkpoints import kind_of
 from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 
@@ -78,6 +81,7 @@ def fill_vocabulary(path: Path, size: int) -> None:
 def without_weights(model: Path) -> Backbone:
     """The model of a folder on the meta device: its modules and sizes, and no numbers."""
     config = AutoConfig.from_pretrained(model)
+    text = kind_of(config, model) == "text"
     with torch.device("meta"):
-        network = AutoModelForImageTextToText.from_config(config)
-    return Backbone.of(network, AutoProcessor.from_pretrained(model))
+        network = (AutoModelForCausalLM if text else AutoModelForImageTextToText).from_config(config)
+    return Backbone.of(network, (AutoTokenizer if text else AutoProcessor).from_pretrained(model))

@@ -34,12 +34,17 @@ class PromptMaker:
 
     def __init__(self, model: Path, seed: int) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._image_tokens: int = AutoConfig.from_pretrained(model).image_seq_length
+        # Of a model for text alone 0: its turns are plain text, which is all that some chat templates take.
+        self._image_tokens: int = getattr(AutoConfig.from_pretrained(model), "image_seq_length", 0)
         self._rng = np.random.default_rng(seed)
         pieces = self._tokenizer.get_vocab()
         # Words of one token each, with their leading space, so that a text's length in tokens is its number of words.
         self._words = sorted(p.replace("Ġ", " ") for p in pieces if re.fullmatch("Ġ[a-z]{2,}", p))
         assert len(self._words) >= 20, f"{model}: too few one-word tokens to make prompts of"
+
+    @property
+    def takes_pictures(self) -> bool:
+        return self._image_tokens > 0
 
     @cached_property
     def exemplars(self) -> list[Exemplar]:
@@ -59,16 +64,17 @@ class PromptMaker:
         return self.question(int(self._rng.choice(cell.lengths)) + more, picture=cell.picture)
 
     def question(self, tokens: int, *, picture: bool) -> list[Message]:
-        """One user turn, a prompt of exactly `tokens` tokens.
+        """One user turn, a prompt of exactly `tokens` tokens; with a picture if the model takes any.
 
         Raises:
             ConfigError: what is around the words is longer.
         """
-        pixels = self._rng.integers(256, size=(PICTURE, PICTURE, 3), dtype=np.uint8) if picture else None
-        around = self.length([_turn(pixels, "")])
+        shown = picture and self.takes_pictures
+        pixels = self._rng.integers(256, size=(PICTURE, PICTURE, 3), dtype=np.uint8) if shown else None
+        around = self.length([self._turn(pixels, "")])
         if tokens < around:
             raise ConfigError(f"a prompt of {tokens} tokens has no room for the {around} around its words")
-        messages = [_turn(pixels, "".join(self._rng.choice(self._words, size=tokens - around)))]
+        messages = [self._turn(pixels, "".join(self._rng.choice(self._words, size=tokens - around)))]
         assert self.length(messages) == tokens, f"made a prompt of {self.length(messages)} tokens, not {tokens}"
         return messages
 
@@ -99,9 +105,8 @@ class PromptMaker:
         changed[0, :4] = self._rng.integers(256, size=(4, 3))
         return changed
 
-
-def _turn(pixels: np.ndarray | None, text: str) -> Message:
-    """One user message: a picture (`[height, width, 3] uint8`) if there is one, then text."""
-    if pixels is None:
-        return {"role": "user", "content": [{"type": "text", "text": text}]}
-    return user_turn(pixels, text)
+    def _turn(self, pixels: np.ndarray | None, text: str) -> Message:
+        """One user message: a picture (`[height, width, 3] uint8`) if there is one, then text."""
+        if pixels is not None:
+            return user_turn(pixels, text)
+        return {"role": "user", "content": [{"type": "text", "text": text}] if self.takes_pictures else text}

@@ -71,7 +71,8 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         model, is_dummy = model_folder(args.model, args.layers, args.dtype, work)
         context = context_of(model)
-        every = make_methods(PromptMaker(model, SEED), context, args.output_tokens)
+        prompts = PromptMaker(model, SEED)
+        every = make_methods(prompts, context, args.output_tokens)
         methods = chosen(every, args.methods, args.servers)
         files = make_files(model, is_dummy, [method.model for method in methods], args.lora_rank, args.dtype, work)
         plan = {each: methods_in(each, methods, context, args.output_tokens) for each in args.cells}
@@ -79,7 +80,7 @@ def main() -> int:
         size, left_out = cache_bytes(needed, files, len(args.servers))
         plan = {each: asked for each, asked in plan.items() if each not in left_out}
         record = report.Record(args.output or work / "result.json", described(args, files, left_out), bases(methods))
-        starts = started_as(args, files, methods, context, size, work)
+        starts = started_as(args, files, methods, context, size, prompts.takes_pictures, work)
         try:
             with side_by_side(starts, work, STARTING * args.budget) as (urls, not_started):
                 record.tell(not_started=not_started, ready_after_s=seconds())
@@ -117,10 +118,17 @@ def bases(methods: list[Method]) -> dict[str, dict[str, str]]:
 
 
 def started_as(
-    args: argparse.Namespace, files: Files, methods: list[Method], context: int, kv_cache_bytes: int, work: Path
+    args: argparse.Namespace,
+    files: Files,
+    methods: list[Method],
+    context: int,
+    kv_cache_bytes: int,
+    takes_pictures: bool,
+    work: Path,
 ) -> dict[Server, Command]:
     """The servers of the run."""
-    pictures = EXEMPLARS + 1 if any(method.name == PROMPT_REPLAY for method in methods) else 1
+    replays = any(method.name == PROMPT_REPLAY for method in methods)
+    pictures = (EXEMPLARS + 1 if replays else 1) if takes_pictures else 0
     requests = max(each.concurrency for each in args.cells)
     shared = [*flags(context, requests, pictures, kv_cache_bytes, args.dtype, files.is_dummy), *args.serve_args]
     every = commands(files, args.lora_rank, shared, work)

@@ -23,6 +23,7 @@ CACHED_ANSWERS: Final = 4096
 CACHED_PICTURES: Final = 1024  # whose questions are at hand
 MOST_JUDGED: Final = 3  # stored questions beside one request
 NEAR: Final = 0.34  # of a question's weight, that a request says of one that is judged, or named as missed
+CLOSE: Final = 0.2  # what both say, of what either says, of one that is judged; of others a judge says too often yes
 NOT_JUDGED: Final = "nobody judges whether it asks the same in other words"
 NO_ANSWER: Final = "the judge has given no answer"
 REFUSED: Final = "the judge says that it asks something else"
@@ -101,7 +102,7 @@ class StoredQuestions:
         likely = {
             number: each
             for number, each in found.items()
-            if each.comparison.differs is None and each.comparison.said >= NEAR
+            if each.comparison.differs is None and each.comparison.said >= NEAR and each.comparison.closeness >= CLOSE
         }
         near = dict(list(likely.items())[:MOST_JUDGED])
         return Candidates(named, near, self._pairs(near, text), _missed(found, NOT_JUDGEABLE))

@@ -1,7 +1,7 @@
 """A request that runs while its facts are judged.
 
-It begins as if none were found. Its outputs wait for the judge: if the judge finds no fact, they go on; if it does, the
-request is begun again with the fact, on a prompt that lies in the prefix cache.
+It begins with the facts that words have found, mostly none. Its outputs wait for the judge. If the judge finds no
+other, they go on; if it does, the request is begun again with it, on a prompt that lies in the prefix cache.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .asking import Asked, Judging
 Outputs = AsyncGenerator[RequestOutput, None]
 
 
-async def judged_beside(outputs: Outputs, judging: Judging, again: Callable[[Asked], Outputs]) -> Outputs:
-    """The outputs of a request, or of what `again` begins with the facts that the judge has found."""
+async def judged_beside(outputs: Outputs, known: Asked, judging: Judging, again: Callable[[Asked], Outputs]) -> Outputs:
+    """The outputs of a request that was begun with the facts that are known, or of what `again` begins with others."""
     ahead, step = list[RequestOutput](), _next(outputs)
     try:
         while not judging.done():
@@ -26,7 +26,7 @@ async def judged_beside(outputs: Outputs, judging: Judging, again: Callable[[Ask
             if step.done() and (output := step.result()) is not None:
                 ahead.append(output)
                 step = _next(outputs)
-        if not any(each.facts for each in judging.result()):
+        if [each.facts for each in judging.result()] == [each.facts for each in known]:
             for output in ahead:
                 yield output
             while (following := await step) is not None:

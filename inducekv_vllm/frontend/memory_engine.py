@@ -150,7 +150,7 @@ class MemoryEngine:
                 return self._plain_generate(prompt, params, request_id, lora_request=None, **options)
 
             request = request.asking(asked)
-            outputs = begun(asked) if judging is None else judged_beside(begun(asked), judging, begun)
+            outputs = begun(asked) if judging is None else judged_beside(begun(asked), asked, judging, begun)
             decided = Decided.without_worker(request.specs)
             packed: str | None = None
             is_noted = False

@@ -20,7 +20,6 @@ from inducekv_vllm.files.picture import decoded, digest_of, joined
 
 from ..data.examples import Example
 from ..runtime.progress import track
-from .facts import fact_reader
 from .gate_rule import fact_tasks, routed_tasks, routing
 from .generation import generate
 from .injection import TensorMemory, Terms
@@ -51,7 +50,7 @@ class BundledModel:
     def facts(self) -> StoredAnswers | None:
         if self.bundle is None or not self.bundle.metadata.facts:
             return None
-        return StoredAnswers(self.bundle.metadata, fact_reader(self.backbone))
+        return StoredAnswers(self.bundle.metadata, self.backbone.fact_reader)
 
     @cached_property
     def _questions(self) -> StoredQuestions:

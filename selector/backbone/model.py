@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inducekv_vllm.backbone.chat import chat_text, picture_mark, takes_parts
 from inducekv_vllm.backbone.checkpoints import Kind, kind_of
+from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
 from inducekv_vllm.backbone.latents import is_latent
 from inducekv_vllm.backbone.memory_layers import memory_heads, memory_layers
@@ -103,6 +104,10 @@ class Backbone:
     @property
     def tokenizer(self) -> Any:
         return tokenizer_of(self.processor)
+
+    @property
+    def fact_reader(self) -> FactReader:
+        return FactReader.made(self.model.config, self.processor, self.fingerprint)
 
     @cached_property
     def picture_marks(self) -> frozenset[str]:

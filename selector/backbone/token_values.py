@@ -21,7 +21,6 @@ from inducekv_vllm.gate import TurnMarks, deciding_tokens, ends_clause, last_ave
 
 from ..data.examples import Example
 from ..runtime.progress import track
-from .facts import fact_reader
 from .loading import value_projection
 from .model import Backbone, Inputs, attention_named
 
@@ -91,7 +90,7 @@ def asked_texts(
     Args:
         clause_ends: the tokens with which a clause ends; see `clause_ends_of`.
     """
-    placeholders, reader = placeholder_ids(backbone.model.config), fact_reader(backbone)
+    placeholders, reader = placeholder_ids(backbone.model.config), backbone.fact_reader
     ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
     texts = [deciding_tokens(of_prompt, marks, placeholders).text for of_prompt in ids]
     begun = _begun(backbone, ids, texts)

@@ -22,7 +22,7 @@ from .columns import ColumnOptions, columns_of
 from .common import SUCCESS, add_bundle, print_table
 from .flags import add_flags
 from .gate_decisions import Asked, Outcomes, decided, outcomes, print_nearest, print_outcomes, read_asked
-from .loading import load_backbone, usual_device
+from .loading import load_backbone
 from .missed import misses, print_misses
 from .publish import require_address
 
@@ -93,7 +93,7 @@ def _show_gate(options: argparse.Namespace, bundle: Bundle) -> None:
 
 
 def _backbone(options: argparse.Namespace, bundle: Bundle) -> Backbone:
-    backbone = load_backbone(options.model, usual_device())
+    backbone = load_backbone(options.model)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
     return backbone
 

@@ -16,7 +16,7 @@ from .common import SUCCESS, add_base, add_bundle, add_model, add_output
 from .flags import add_flags
 from .gate_questions import BACKGROUND, NEAR_MISSES, read_others_of
 from .gate_tables import print_fitted
-from .loading import load_backbone, usual_device
+from .loading import load_backbone
 
 if TYPE_CHECKING:
     from ..data.examples import Example
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     from ..gate.fit import fit_gate
 
     check_questions(questions)
-    backbone = load_backbone(options.model, usual_device())
+    backbone = load_backbone(options.model)
     bundle.require_backbone(backbone.fingerprint, str(options.path))
     fitted = fit_gate(backbone, questions, GateOptions.again(settings, bundle.gate), progress=True)
     after = bundle.with_gate(fitted.gate, fitted.recorded)

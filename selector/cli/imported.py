@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
     from ..imported.bundle import import_source
 
-    backbone = load_backbone(options.model)  # on the CPU, where float32 is exact
+    backbone = load_backbone(options.model, "cpu")  # on the CPU, where float32 is exact
     if source.base and Path(source.base).name != Path(options.model).name:
         note(f"inducekv-bundle: warning: {options.source} was trained with {source.base}, the model is {options.model}")
     bundle = import_source(backbone, source, task=task)

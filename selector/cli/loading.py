@@ -8,19 +8,18 @@ if TYPE_CHECKING:
     from ..backbone.model import Backbone
 
 
-def usual_device() -> str:
-    """The first GPU that torch sees, else the CPU: `CUDA_VISIBLE_DEVICES` says which it sees."""
-    import torch
+def load_backbone(model: str, device: str | None = None, dtype: str = "float32") -> Backbone:
+    """Without transformers' progress bars. Raises as `Backbone.load` does.
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> Backbone:
-    """Without transformers' progress bars; `dtype` is a name of torch's. Raises as `Backbone.load` does."""
+    Args:
+        device: None for the first GPU that torch sees, else the CPU: `CUDA_VISIBLE_DEVICES` says which it sees.
+        dtype: a name of torch's.
+    """
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     from ..backbone.model import Backbone
 
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     disable_progress_bar()  # type: ignore[no-untyped-call]
     return Backbone.load(model, getattr(torch, dtype), device)

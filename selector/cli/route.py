@@ -13,7 +13,7 @@ from inducekv_vllm.errors import ConfigError
 from ..runtime.files import require_output
 from .common import SUCCESS, add_base, add_model, add_output
 from .gate_tables import print_fitted
-from .loading import load_backbone, usual_device
+from .loading import load_backbone
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
     questions = read_others(options.base).of({task: read_task(data) for task, _, data in folders})
     check_questions(questions)
-    backbone, adapters = load_backbone(options.model, usual_device()), {task: folder for task, folder, _ in folders}
+    backbone, adapters = load_backbone(options.model), {task: folder for task, folder, _ in folders}
     bundle, fitted = route_bundle(backbone, questions, adapters, relative_to=options.output.parent, progress=True)
     write_bundle(bundle, options.output)
     print(f"{options.output}: a gate for the adapters of {', '.join(adapters)}, digest {bundle.digest}")

@@ -6,8 +6,8 @@ Shapes: N candidates, B budget, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import TaskDataError
 
 from ..update.coverage import Coverage
-from .calibration import Calibration, fit, leaf
+from .calibration import Calibration, leaf
 from .settings import SelectionSettings
 from .simplex import effective_entries, project, support_size, top_b
 
@@ -41,9 +41,6 @@ class IterationRecord:
     value_gate: float  # mean over the layers
     support: int  # entries with any weight, after the step
     effective: float  # (sum w)^2 / sum w^2, after the step
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -120,10 +117,12 @@ def iterate(problem: SelectionProblem, state: SelectionState) -> SelectionState:
     def inner_loss(phi: Tensor, step: int) -> Tensor:
         return losses.current_loss(state.weights, phi, (iteration, step))
 
-    calibration = fit(state.calibration, inner_loss, settings.inner_steps)
+    calibration = state.calibration
+    calibration.fit(inner_loss, settings.inner_steps)
+    phi = calibration.phi
     batch = (iteration, settings.inner_steps)
-    current = losses.current_loss(w, calibration.phi, batch).double()
-    anchors = losses.anchor_loss(w, calibration.phi, batch).double() if problem.has_anchors else None
+    current = losses.current_loss(w, phi, batch).double()
+    anchors = losses.anchor_loss(w, phi, batch).double() if problem.has_anchors else None
     likelihood = current if anchors is None else current + problem.beta * anchors
     (gradient,) = torch.autograd.grad(likelihood, w)
     if not (likelihood.isfinite() and gradient.isfinite().all()):
@@ -143,13 +142,7 @@ def iterate(problem: SelectionProblem, state: SelectionState) -> SelectionState:
         support=support_size(weights),
         effective=effective_entries(weights),
     )
-    return replace(
-        state,
-        weights=weights,
-        calibration=calibration,
-        iteration=iteration + 1,
-        history=(*state.history, record),
-    )
+    return replace(state, weights=weights, iteration=iteration + 1, history=(*state.history, record))
 
 
 def outer_step(weights: Tensor, gradient: Tensor, settings: SelectionSettings) -> Tensor:

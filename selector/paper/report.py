@@ -6,6 +6,7 @@ Shapes: N candidates, B selected, n queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def report_update(
         "grid": [
             {"beta": result.beta, "gamma": result.gamma, "validation_nll": result.validation_loss} for result in results
         ],
-        "history": [step.as_json() for step in state.history],
+        "history": [asdict(step) for step in state.history],
         "calibration": calibration_report(bundle),
         "rounding": rounding(state.weights, selected)
         | {"retrieval_divergence_nats": retrieval_divergence(log_alpha.exp(), alpha, selected)},

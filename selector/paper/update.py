@@ -129,7 +129,7 @@ def _select_all(
     results = []
     with progress_bar("Selecting entries", len(pairs) * settings.iterations, run.progress) as advance:
         for number, (beta, gamma) in enumerate(pairs):
-            calibration = Calibration.initial(backbone.num_layers)
+            calibration = Calibration(backbone.num_layers)
             state = SelectionState.initial(len(objective.pool), settings.budget, calibration)
 
             def show(state: SelectionState, done: int = number * settings.iterations) -> None:

@@ -24,7 +24,6 @@ from inducekv_vllm.errors import CapacityError, InduceKVError
 from inducekv_vllm.teaching import fact_of, stored_bytes, taught
 
 from ..backbone.bundled_model import BundledModel
-from ..backbone.facts import fact_reader
 from ..backbone.scoring import Questions, Scorer
 from ..data.examples import Example
 from .inputs import TaskInputs
@@ -109,7 +108,7 @@ def _taught(
     bundle: Bundle | None, facts: Sequence[FactRecord], scorer: Scorer, budget: int, payload_tokens: int
 ) -> Bundle:
     """Those of earlier tasks do not make room for a new one's. Raises InduceKVError: they are too many, or no facts."""
-    reader = fact_reader(scorer.backbone)
+    reader = scorer.backbone.fact_reader
     richer = taught(bundle, facts, reader, when_full="refuse").bundle
     of_runs = [fact for fact in richer.metadata.facts if fact.id.startswith(OF_EXAMPLES)]
     used, most = stored_bytes(None, of_runs), most_bytes(reader.model, budget, payload_tokens)

@@ -106,8 +106,8 @@ class TestCompiled:
 
     def test_prefix_cache_is_reused_and_never_crossed(self, compiled: MemoryEngine) -> None:
         questions = [p for p in prompts(5, seed=3) if len(p.question) > 80]
-        for name, cached in (("sqrt", False), ("sqrt", True), ("prior", False), (None, True), ("first", True)):
-            # Without memory, the undecided requests of the earlier rounds have filled the cache. So a gate reads it.
+        for name, cached in (("sqrt", False), ("sqrt", False), ("prior", False), (None, True), ("first", True)):
+            # What retrieves reads whole prompts, and fills the cache with the untouched ones: a gate reads them.
             answers = compiled.check(questions, [name] * len(questions))
             assert [bool(a.output.num_cached_tokens) for a in answers] == [cached] * len(questions)
 

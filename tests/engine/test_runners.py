@@ -50,6 +50,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = make_world(CHECKPOINT, folder, with_merged=True)
     for activation in ACTIVATIONS:
         world.add(activation, as_decoupled(world.merged["prior"], activation, "prior", map_rank=3), folder)
+    for activation in ("generation", "prompt"):
+        world.add(f"{activation}, uniform", as_decoupled(world.merged["prior"], activation, map_rank=3), folder)
     world.add("moving", world.merged["other"], folder)
     return world
 
@@ -93,7 +95,8 @@ def test_a_prompts_last_chunk_is_one_token(served: MemoryEngine, name: str | Non
 def test_blocks_are_shared_up_to_the_first_active_position(served: MemoryEngine) -> None:
     question = next(p for p in prompts(5, seed=4) if len(p.question) > 80)
     cached = []
-    for name in ("generation", "generation", "prompt", "prompt", "sqrt", None):
+    uniform = [f"{activation}, uniform" for activation in ("generation", "generation", "prompt", "prompt")]
+    for name in (*uniform, "sqrt", None):
         (answer,) = served.check([question], [name])
         length = len(answer.output.prompt_token_ids or ())
         cached.append(answer.output.num_cached_tokens == (length - 1) // BLOCK * BLOCK)
@@ -121,7 +124,7 @@ def no_longer_encoded(served: MemoryEngine, when: Callable[[Any], bool], *, is_p
     assert done
 
 
-@pytest.mark.parametrize("name", [None, "generation", "prompt"])
+@pytest.mark.parametrize("name", [None, "second", "first"])
 def test_a_picture_that_the_prefix_cache_had_is_encoded_after_all(served: MemoryEngine, name: str | None) -> None:
     """The request is preempted, and its blocks are gone when it goes on: it came without its pixels."""
     question = next(p for p in prompts(5, seed=24) if len(p.question) > 80)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,18 +262,8 @@ def test_multi_token_prediction(family: str, tmp_path: Path) -> None:
         assert 0 < accepted < drafted
 
 
-@pytest.fixture
-def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM imports numba for n-grams, which compiles for half a minute. Where Triton is, its start of an engine looks
-    through all modules, and fails at an object of llvmlite that has every attribute."""
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
-    yield
-    for name in [name for name in sys.modules if name.startswith("llvmlite")]:
-        del sys.modules[name]
-
-
-@pytest.mark.usefixtures("without_llvmlite")
-def test_ngrams(tmp_path: Path) -> None:
+def test_ngrams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # it compiles for half a minute
     world = make_world(CHECKPOINT, tmp_path, with_merged=True)
     with drafting(world, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1) as served:
         check(served, prompts)

@@ -159,8 +159,11 @@ class TestServer:
         lines = log.read_text().splitlines()
         for level, line in (
             ("WARNING", r"load of memory bundle 'logged' by admin at 127.0.0.1 refused after \d.*: truncated"),
-            ("INFO", rf"memory bundle 'logged' loaded by admin at 127.0.0.1 in \d.* s: digest {before}, 12 entries"),
-            ("INFO", rf"memory bundle 'logged' replaced \(digest before {before}\) by admin .* digest {after}, "),
+            (
+                "INFO",
+                rf"load of memory bundle 'logged' by admin at 127.0.0.1 in \d.* before None, now {before}, 12 entries",
+            ),
+            ("INFO", rf"replace of memory bundle 'logged' by admin .*: digest before {before}, now {after}, "),
             ("INFO", rf"memory bundle 'logged' unloaded by admin at 127.0.0.1: digest {after}, used by 0 requests"),
             ("INFO", rf"memory of digest {before} released"),
             ("WARNING", "/v1/unload_memory_bundle from 127.0.0.1 refused: changes of bundles need the admin key"),

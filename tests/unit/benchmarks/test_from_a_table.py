@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.from_a_table import __main__ as command
-from benchmarks.from_a_table import learned
+from benchmarks.from_a_table import asked, learned
 from benchmarks.from_a_table.asked import long_questions, lora_flags, memory_flags, text_of
 from selector.backbone.model import Backbone
+from selector.client import Answer
 from selector.data.examples import read_task
 from selector.data.records import Columns
 from tests.task_data import record, write_task
@@ -87,3 +88,10 @@ def test_long_questions_have_their_length(model: Path) -> None:
         tokens = backbone.encode_example(example)["input_ids"].shape[1]
         longest = max(len(backbone.tokenizer(" " + text_of(each)).input_ids) for each in QUESTIONS)
         assert length <= tokens < length + longest
+
+
+def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = [Answer("", f" {each.answer}\n", None) for each in QUESTIONS[:2]] + [Answer("", "Nobody", None)]
+    monkeypatch.setattr(asked, "served_answers", lambda *_: said)
+    way = learned.Learned("untouched", tmp_path, learned.Artifact("none", None, 0), 0.0, None)
+    assert asked.right("http://127.0.0.1:1", way, list, QUESTIONS[:3]) == 2

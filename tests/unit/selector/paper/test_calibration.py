@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selector.paper.calibration import L2_PENALTY, Calibration, fit
+from selector.paper.calibration import L2_PENALTY, Calibration
 
 LAYERS = 3
 
@@ -16,14 +16,14 @@ def bowl(phi: Tensor, shift: float = 0.5) -> Tensor:
 
 
 def test_its_steps_are_those_of_torch_adamw() -> None:
-    phi = Calibration.initial(LAYERS).phi.requires_grad_()
+    phi = Calibration(LAYERS).phi.requires_grad_()
     optimizer = torch.optim.AdamW([phi], lr=1e-2, betas=(0.9, 0.999), weight_decay=0)
     for _ in range(25):
         optimizer.zero_grad()
         (bowl(phi) + L2_PENALTY * (phi**2).sum()).backward()
         optimizer.step()
     # In two portions, so that the optimiser's state must live on between them.
-    calibration = fit(Calibration.initial(LAYERS), lambda p, _: bowl(p), 10)
-    calibration = fit(calibration, lambda p, _: bowl(p), 15)
-    assert calibration.steps == 25
+    calibration = Calibration(LAYERS)
+    for steps in (10, 15):
+        calibration.fit(lambda p, _: bowl(p), steps)
     torch.testing.assert_close(calibration.phi, phi.detach(), rtol=1e-12, atol=1e-14)

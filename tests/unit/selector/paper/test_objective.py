@@ -52,7 +52,7 @@ def weights_of(objective: Objective) -> Tensor:
 
 def test_both_losses_are_differentiable_in_w_and_phi(precise: Backbone, examples: list[Example]) -> None:
     objective = make_objective(precise, examples, torch.float64)
-    w, phi, h = weights_of(objective), Calibration.initial(precise.num_layers).phi, 1e-6
+    w, phi, h = weights_of(objective), Calibration(precise.num_layers).phi, 1e-6
     for loss in (objective.current_loss, objective.anchor_loss):
         variables = (leaf(w), leaf(phi))
         with tiled_attention(precise):
@@ -67,7 +67,7 @@ def test_both_losses_are_differentiable_in_w_and_phi(precise: Backbone, examples
 def test_weight_on_some_entries_only_is_the_memory_of_those_entries(llava: Backbone, examples: list[Example]) -> None:
     """pi = 0 is exact: under "prior" an entry without weight is not there."""
     objective = replace(make_objective(llava, examples), weighting="prior")
-    phi = Calibration.initial(llava.num_layers).phi
+    phi = Calibration(llava.num_layers).phi
     chosen = torch.tensor([1, 2, 4])
     w = torch.zeros(6, dtype=torch.float64)
     w[chosen] = 1.0
