@@ -26,7 +26,7 @@ from benchmarks.real.model import model_folder
 from benchmarks.record import keep, parser_of
 from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.backbone.turns import message
-from selector.backbone.generation import generate
+from selector.backbone.generation import injecting
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
 from selector.backbone.tiled_attention import tiled_attention
@@ -120,18 +120,23 @@ class Compared:
         return compacted_text(self.backbone, self.text, self.text.tokens // share)
 
     def _measured(self, memory: TensorMemory | None, put: Put = str) -> dict[str, Any]:
-        """How many questions are answered right, and what was said to the others."""
-        wrong = dict[str, str]()
-        batch = len(self.asked) if put is str else 4
+        """How many questions are answered right, and what was said to each."""
+        said = list[str]()
+        batch = 15 if put is str else 4
         for start in range(0, len(self.asked), batch):
             some = self.asked[start : start + batch]
             prompts = [self.backbone.encode([message("user", put(each.question))], []) for each in some]
             terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(some), -1))
-            with tiled_attention(self.backbone):
-                said = generate(self.backbone, prompts, TOKENS, memory, terms)
-            texts = [self.backbone.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in said]
-            wrong |= {each.question: text for each, text in zip(some, texts, strict=True) if not is_right(text, each)}
-        return {"right": len(self.asked) - len(wrong), "wrong": wrong}
+            inputs = self.backbone.collate(prompts, side="left")
+            with tiled_attention(self.backbone), injecting(memory, terms):
+                ids = self.backbone.model.generate(
+                    **inputs, max_new_tokens=TOKENS, do_sample=False, repetition_penalty=1.0
+                )
+            said += self.backbone.tokenizer.batch_decode(
+                ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            )
+        answers = {each.question: text for each, text in zip(self.asked, said, strict=True)}
+        return {"right": sum(is_right(answers[each.question], each) for each in self.asked), "answers": answers}
 
     def retrieved(self) -> Put:
         """The question behind the pieces that share most words with it."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeVar
 
 from sentencex import segment
 
+T = TypeVar("T")
 PARAGRAPH: Final = re.compile(r".+?(?:\n\s*\n|\Z)", re.DOTALL)
 
 
@@ -30,6 +31,11 @@ def chunks_of(text: str, count: Callable[[str], int], most: int) -> list[str]:
 def sentences_of(text: str) -> list[str]:
     """Each in one line, however the document breaks its lines."""
     return [line for part in segment("en", text) if (line := " ".join(part.split()))]
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of them, evenly."""
+    return [items[at * len(items) // most] for at in range(most)] if len(items) > most else list(items)
 
 
 def _pieces(text: str, count: Callable[[str], int], most: int) -> Iterator[str]:

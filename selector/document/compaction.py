@@ -25,7 +25,7 @@ from ..backbone.tiled_attention import attend_decoupled_tiled, attend_tiled
 from .matching import Kept, Queries, kept
 
 COMPACTING: Final = "inducekv_compacting"
-QUERIES: Final = 4096  # R, at most: more of them are thinned out evenly
+QUERIES: Final = 4096  # R, about: of more, each token keeps those of some heads
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def compacted(backbone: Backbone, text: TensorMemory, references: Sequence[Tenso
     terms = text.terms(text.retrieval_keys.expand(len(ids), -1))
     with attention_named(backbone, COMPACTING), injected(text, terms):
         backbone.model.base_model(input_ids=ids, attention_mask=real.long(), use_cache=False)
-    return compacting.found()
+    found = compacting.found()
+    return Compacted(found.keys.cpu(), found.values.cpu(), found.lost)
 
 
 class _Compacting:
@@ -113,12 +114,13 @@ class _Compacting:
         """Of each KV head, and what they see of their own requests."""
         n, H, T, D = query.shape
         J = key.shape[1]
-        grouped = (query.float() * scaling).view(n, J, H // J, T, D)
+        one_in = max(1, round(int(self._real.sum()) * H // J / QUERIES))
+        heads, tokens = torch.arange(H // J), torch.arange(T)
+        g, t = ((heads[:, None] + tokens) % one_in == 0).nonzero(as_tuple=True)  # [r] and [r]
+        real, visible = self._real[:, t], visible[:, t].expand(n, -1, -1)
+        grouped = (query.float() * scaling).view(n, J, H // J, T, D)[:, :, g, t]  # [n, J, r, D]
         for of_head, own_keys, own_values in zip(grouped.unbind(1), key.unbind(1), value.unbind(1), strict=True):
-            logits = torch.einsum("ngtd,nsd->ngts", of_head, own_keys.float())  # [n, G, T, S]
-            logits = logits.masked_fill(~visible[:, None], -torch.inf)
-            mass = logits.logsumexp(dim=-1)  # [n, G, T]
-            output = torch.einsum("ngts,nsd->ngtd", (logits - mass[..., None]).exp(), own_values.float())
-            rows = self._real[:, None].expand(mass.shape)  # [n, G, T]
-            some = torch.arange(0, int(rows.sum()), max(1, -(-int(rows.sum()) // QUERIES)))
-            yield Queries(of_head[rows][some], mass[rows][some], output[rows][some])
+            logits = (of_head @ own_keys.float().mT).masked_fill(~visible, -torch.inf)  # [n, r, S]
+            mass = logits.logsumexp(dim=-1)  # [n, r]
+            output = (logits - mass[..., None]).exp() @ own_values.float()  # [n, r, V]
+            yield Queries(of_head[real], mass[real], output[real])

@@ -93,7 +93,7 @@ def by_attention(share: Tensor, t: int) -> Tensor:
 def by_pursuit(share: Tensor, target: Tensor, t: int) -> Tensor:
     """Orthogonal matching pursuit: the keys whose shares, weighted, add up best to the target [R]: [t] int64."""
     gram, onto = share.T @ share, share.T @ target  # [N, N] and [N]
-    rows, left = torch.zeros(1, dtype=torch.int64), onto.clone()
+    rows, left = torch.zeros(1, dtype=torch.int64, device=onto.device), onto.clone()
     while len(rows) < t:
         weights = _solved(gram[rows][:, rows], onto[rows]).clamp(min=0)
         left = onto - gram[:, rows] @ weights
@@ -131,9 +131,9 @@ def ridge(matrix: Tensor, target: Tensor, prior: Tensor) -> Tensor:
     R, t = matrix.shape
     strength, missing = (RIDGE * matrix.square().sum() / t).clamp(min=1e-20), target - matrix @ prior
     if t <= R:
-        moved: Tensor = torch.linalg.solve(matrix.T @ matrix + strength * torch.eye(t), matrix.T @ missing)
+        moved: Tensor = torch.linalg.solve(matrix.T @ matrix + strength * torch.eye(t).to(matrix), matrix.T @ missing)
     else:
-        moved = matrix.T @ torch.linalg.solve(matrix @ matrix.T + strength * torch.eye(R), missing)
+        moved = matrix.T @ torch.linalg.solve(matrix @ matrix.T + strength * torch.eye(R).to(matrix), missing)
     return prior + moved
 
 
@@ -168,5 +168,5 @@ def _shares(queries: Queries, keys: Tensor) -> Tensor:
 def _solved(gram: Tensor, onto: Tensor) -> Tensor:
     """Of normal equations, [t, t] and [t], which may be singular."""
     strength = (1e-6 * gram.diagonal().mean()).clamp(min=1e-20)
-    solution: Tensor = torch.linalg.solve(gram + strength * torch.eye(len(gram)), onto)
+    solution: Tensor = torch.linalg.solve(gram + strength * torch.eye(len(gram)).to(gram), onto)
     return solution

@@ -29,7 +29,6 @@ BLANK: Final = "____"
 CLOZES: Final = 6  # sentences of a piece with a word left out, at most
 WORDS: Final = 6  # of a sentence, at least, that a question is made of
 EXACT: Final = re.compile(r"(?<![\w.])(?:\d[\w.,:/-]*\w|\d|\w+[_.:/-]\w[\w_.:/-]*\w|\w*\d\w*|[A-Z]{2,})(?!\w)")
-NAME: Final = re.compile(r"(?<=[a-z,;] )[A-Z][\w-]+(?: [A-Z][\w-]+)*")
 LONG: Final = re.compile(r"\b[^\W\d_]{6,}\b")
 ASKED_TOKENS: Final = 40  # of a question, at most
 TEMPERATURE: Final = 0.7
@@ -57,7 +56,7 @@ def question_in(said: str) -> str | None:
 
 
 def clozes_of(pieces: Sequence[str], task: str, seed: int) -> list[Example]:
-    """Sentences without one of their words, in random order: an exact value, else a name, else a long word.
+    """Sentences without one of their words, in random order: an exact value, else a long word.
 
     The answer is the whole sentence, which is how models answer.
     """
@@ -66,7 +65,7 @@ def clozes_of(pieces: Sequence[str], task: str, seed: int) -> list[Example]:
     for piece in pieces:
         sentences = [each for each in sentences_of(piece) if len(each.split()) >= WORDS]
         for sentence in rng.sample(sentences, min(CLOZES, len(sentences))):
-            words = next((words for kind in (EXACT, NAME, LONG) if (words := list(kind.finditer(sentence)))), [])
+            words = next((words for kind in (EXACT, LONG) if (words := list(kind.finditer(sentence)))), [])
             if words:
                 word = rng.choice(words)
                 blank = f"{sentence[: word.start()]}{BLANK}{sentence[word.end() :]}"

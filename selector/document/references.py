@@ -15,16 +15,18 @@ from torch import Tensor
 from inducekv_vllm.backbone.turns import message
 
 from ..backbone.model import Backbone
-from .chunks import sentences_of
+from .chunks import sentences_of, spread
 
 BEGINNING: Final = 8  # words of a piece that name it
 SUBJECT: Final = 5  # words of a sentence that are asked about
 TURNS: Final = 8  # of a conversation
+SENTENCES: Final = 24  # of the pieces, that are asked about, at most
 
 
 def references(backbone: Backbone, pieces: Sequence[str]) -> list[Tensor]:
     """The tokens of each: [T] int64."""
-    asked = [(about(sentence), sentence) for piece in pieces for sentence in sentences_of(piece)]
+    sentences = [sentence for piece in pieces for sentence in sentences_of(piece)]
+    asked = [(about(sentence), sentence) for sentence in spread(sentences, SENTENCES)]
     turns = [[(repeat(piece), piece)] for piece in pieces]
     turns += [asked[start : start + TURNS] for start in range(0, len(asked), TURNS)]
     return [_tokens(backbone, each) for each in turns]

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ..backbone.scoring import Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.document import Document
 from ..runtime.progress import track
-from .chunks import chunks_of
+from .chunks import chunks_of, spread
 from .compaction import Compacted, compacted, memory_of
 from .references import references, repeat
 
@@ -36,7 +36,6 @@ READ: Final = 8192  # tokens of a reading, at most
 BLOCK: Final = 512  # tokens that are compacted together, at most
 PIECE: Final = 256  # tokens of a piece, which is repeated, or asked about
 SCORED, BEGUN = 4, 64  # pieces, and tokens of each, whose log-probability tells what was lost
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -157,11 +156,6 @@ def nats_of(backbone: Backbone, pieces: Sequence[str], memory: TensorMemory | No
     with tiled_attention(backbone):
         found = torch.cat(score(backbone, prompts, answers, memory, terms))
     return -float(found.mean())
-
-
-def spread(items: Sequence[T], most: int) -> list[T]:
-    """At most so many of them, evenly."""
-    return [items[at * len(items) // most] for at in range(most)] if len(items) > most else list(items)
 
 
 def _ids(backbone: Backbone, text: str) -> list[int]:

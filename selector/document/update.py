@@ -5,9 +5,7 @@ Each document is one entry of merged memory, and a task of the gate. Nothing is 
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -29,9 +27,10 @@ from ..runtime.progress import note
 from ..runtime.running import ALONE, Run
 from ..update.inputs import TaskInputs, require_context
 from ..update.result import UpdateResult
+from .chunks import spread
 from .questions import clozes_of, questions_asked
 from .settings import DOCUMENT, DocumentSettings
-from .text import CompactedText, Text, compacted_text, spread
+from .text import CompactedText, Text, compacted_text
 
 SHARES: Final = (2, 4, 8, 16)  # that a dry run tells of
 VALIDATED: Final = 16  # sentences with a word left out, at most, that the report asks of each document
@@ -50,30 +49,21 @@ def update_document(
     """
     texts = texts_of(backbone, inputs)
     m = tokens_of_memory(texts, settings)
-    seconds: dict[str, float] = {}
-    with _timed("asking", seconds), products(backbone, settings):
-        clozes = {text.name: _clozes(text, settings.seed) for text in texts}
-        asked = {
-            text.name: questions_asked(
-                backbone, spread(text.pieces, settings.asked), text.name, settings.seed, run.progress
-            )
-            for text in texts
-        }
-    with _timed("compacting", seconds), products(backbone, settings):
+    clozes = {text.name: _clozes(text, settings.seed) for text in texts}
+    with products(backbone, settings):
         found = [compacted_text(backbone, text, m, run.progress) for text in texts]
-    if run.progress:
-        for each in found:
-            note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")
-    with _timed("gate", seconds):
-        others = inputs.others.of({name: [*asked[name], *clozes[name]] for name in asked})
-        fitted = fit_gate(backbone, others, GateOptions.of(settings), progress=run.progress)
+        if run.progress:
+            for each in found:
+                note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")
+        own = {text.name: _asked(backbone, text, settings, run) + clozes[text.name] for text in texts}
+    fitted = fit_gate(backbone, inputs.others.of(own), GateOptions.of(settings), progress=run.progress)
     bundle = bundle_of(backbone, inputs, settings, found, fitted)
     validation = [example for of_one in clozes.values() for example in of_one[:VALIDATED]]
     questions = Questions(validation, bundle.retrieval_keys[:1].float().expand(len(validation), -1))
     with tiled_attention(backbone), products(backbone, settings):
         scorer, measured = Scorer(backbone, batch_size=VALIDATED), replace(inputs, validation=validation, previous=None)
         report = report_update(scorer, measured, questions, bundle, fitted, None, progress=run.progress)
-    report |= {"recipe": DOCUMENT, "seconds": seconds, "documents": {each.text.name: each.report for each in found}}
+    report |= {"recipe": DOCUMENT, "documents": {each.text.name: each.report for each in found}}
     for callback in run.callbacks:
         callback.on_end(report)
     return UpdateResult(bundle, report)
@@ -164,6 +154,10 @@ def check_documents(inputs: TaskInputs) -> None:
             )
 
 
+def _asked(backbone: Backbone, text: Text, settings: DocumentSettings, run: Run) -> list[Example]:
+    return questions_asked(backbone, spread(text.pieces, settings.asked), text.name, settings.seed, run.progress)
+
+
 def _clozes(text: Text, seed: int) -> list[Example]:
     """Raises TaskDataError: there are no sentences."""
     if not (found := clozes_of(text.pieces, text.name, seed)):
@@ -173,10 +167,3 @@ def _clozes(text: Text, seed: int) -> list[Example]:
 
 def products(backbone: Backbone, settings: DocumentSettings) -> torch.autocast:
     return torch.autocast(backbone.device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
-
-
-@contextlib.contextmanager
-def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    seconds[name] = time.monotonic() - began

@@ -22,6 +22,7 @@ from ..backbone.prefix import cached_at
 BY_LENGTH: Final = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of what is computed
 PROBE: Final = 16  # tokens that are computed at two places, to see that the model takes distances alone
 TOLERANCE: Final = 1e-3  # of the largest number
+OF_16_BITS: Final = 0.1  # where the model is rounded
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ def _probe(backbone: Backbone) -> None:
         turned = rotated(backbone, here.keys[:, 0], -PROBE)
     except (IndexError, RuntimeError) as error:
         raise UnsupportedModel(f"an imported memory cannot be moved in this model: {error}") from error
+    within = TOLERANCE if backbone.model.dtype is torch.float32 else OF_16_BITS
     pairs = ((here.hidden, there.hidden), (here.values, there.values), (turned, there.keys[:, 0]))
-    if not all(torch.allclose(a, b, rtol=0, atol=TOLERANCE * float(a.abs().max())) for a, b in pairs):
+    if not all(torch.allclose(a, b, rtol=0, atol=within * float(a.abs().max())) for a, b in pairs):
         raise UnsupportedModel(
             "an imported memory needs attention to distances alone, and this model computes something else for the "
             "same tokens at other positions"
