@@ -51,7 +51,7 @@ def far(place: str) -> str:
 async def measured(server: Taught, client: httpx.AsyncClient, requests: int) -> dict[str, Any]:
     places = [f"{colour} {room}" for room, colour in itertools.product(ROOMS, COLOURS)][:requests]
     await server.teach_facts("porter", [stored(place) for place in places])
-    await server.tokens("porter", near("old hall key"), 1)  # so that the model is measured
+    await server.tokens("porter", near(places[0]).lower(), 1)  # so that the model is measured
     end = time.monotonic() + SECONDS
     while (judge := (await client.get("/v1/memory_server")).json()["judge"]) is None or judge["auroc"] is None:
         assert time.monotonic() < end, "the model was not measured in time"
