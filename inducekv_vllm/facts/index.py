@@ -60,9 +60,6 @@ class QuestionIndex:
                 having[term].append(number)
             rest()  # reading one takes a fraction of a millisecond, and Python's lock
 
-    def __len__(self) -> int:
-        return len(self.questions)
-
     def same_as(self, text: str, among: Callable[[int], bool] = lambda number: True) -> int | None:
         """The last question that this is a wording of, by words alone."""
         latest = (same.get(key_of(text, language)) for language, same in self._same.items())
