@@ -153,7 +153,10 @@ class FactJudge:
         if new:
             try:
                 async with asyncio.timeout(LONGEST_S):
-                    self.judged.take(new, await self._judge.said(self.judged.both_ways(new)))
+                    odds = dict(zip(new, await self._judge.said(new), strict=True))
+                    again = self.judged.open(odds)
+                    turned = await self._judge.said([pair.turned for pair in again])
+                    self.judged.take(odds, dict(zip(again, turned, strict=True)))
             except TimeoutError:
                 logger.warning("the judge has not answered within %g s: a request goes on without a fact", LONGEST_S)
             except (InduceKVError, RuntimeError) as error:

@@ -33,6 +33,10 @@ class Pair(NamedTuple):
     stored: str
     asked: str
 
+    @property
+    def turned(self) -> Pair:
+        return Pair(self.asked, self.stored)
+
 
 class JudgePrompt:
     """A model's prompts, in its tokens."""

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from inducekv_vllm.backbone.judged import weighed
+from inducekv_vllm.backbone.judged import MARGIN, weighed
 from inducekv_vllm.judge import Pair
 from inducekv_vllm.judge.ability import Ability, known_pairs
 from selector.backbone.judging import BackboneJudge
@@ -40,7 +40,9 @@ class PairJudge:
 
     def odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
         self._ask(pairs)
-        return {pair: weighed(*self._known[pair]) for pair in pairs}
+        least = self.threshold - MARGIN
+        known = {pair: self._known[pair] for pair in pairs}
+        return {pair: weighed(one, other if one >= least else one) for pair, (one, other) in known.items()}
 
     def _ask(self, pairs: Sequence[Pair]) -> None:
         """In both directions, those that are not known."""

@@ -143,3 +143,15 @@ def test_a_pair_is_asked_once_in_both_directions() -> None:
     assert asked == [pair, Pair(pair.asked, pair.stored)]
     assert judged.odds([other, pair], ask) == {pair: 1.25, other: 0.75 * 3.0 + 0.25 * 4.0}
     assert len(asked) == 4
+
+
+def test_what_one_direction_refuses_is_not_asked_in_the_other() -> None:
+    judged, asked = Judged(threshold=0.0), list[Pair]()
+    odds = {Pair("a", "b"): -1.01, Pair("a", "c"): -1.0, Pair("c", "a"): 3.0}
+
+    def ask(pairs: Sequence[Pair]) -> list[float]:
+        asked.extend(pairs)
+        return [odds[pair] for pair in pairs]
+
+    assert judged.odds([Pair("a", "b"), Pair("a", "c")], ask) == {Pair("a", "b"): -1.01, Pair("a", "c"): 0.0}
+    assert asked == [Pair("a", "b"), Pair("a", "c"), Pair("c", "a")]
