@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -29,6 +30,13 @@ if not torch.cuda.is_available():
 
 RESEARCH = Path(__file__).with_name("research")
 LAST_OF_A_GROUP = "tests/server/test_shutdown.py"  # ends the server that the group shares
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """It hears vLLM's loggers, and ours below them, though an engine of an earlier test has configured them."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,7 +170,6 @@ def test_missing_names(tmp_path: Path) -> None:
 
 def test_a_newer_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(plugin.WARNED_VARIABLE, "")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     looked = []
     monkeypatch.setattr(seams, "missing_seams", lambda: looked.append(1) or [])
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -343,12 +342,6 @@ def test_ranks_add_up(shared: bool) -> None:
         torch.testing.assert_close(found, GATE.token_scores.evidence(values.flatten(2)), rtol=0, atol=1e-6)
 
 
-@pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    return caplog
-
-
 def raising(error: Exception) -> Any:
     def find(*given: object, **options: object) -> None:
         raise error
@@ -356,14 +349,14 @@ def raising(error: Exception) -> Any:
     return find
 
 
-def errors_in(logged: pytest.LogCaptureFixture) -> list[Any]:
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[Any]:
     """By id: where vLLM's own handlers are there, a record reaches the fixture twice."""
-    records = {id(record): record for record in logged.records if "the decision about a request failed" in record.msg}
+    records = {id(record): record for record in caplog.records if "the decision about a request failed" in record.msg}
     return [record.exc_info[1] for record in records.values() if record.exc_info]
 
 
 @pytest.mark.parametrize("error", [KeyError("word"), RuntimeError("a tensor"), InduceKVError("known")])
-def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: pytest.LogCaptureFixture) -> None:
+def test_a_decision_that_raises_ends_its_own_request(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     """With an error, and a line in the log if nobody expected it."""
     index = SimpleNamespace(lookup=lambda *given: LookupResult(None, None))
     asked = [Requests(), Requests()]
@@ -378,11 +371,11 @@ def test_a_decision_that_raises_ends_its_own_request(error: Exception, logged: p
     assert first.error is not None
     assert (type(error).__name__ if unexpected else "known") in first.error
     assert second.error is None
-    assert errors_in(logged) == ([error] if unexpected else [])
+    assert errors_in(caplog) == ([error] if unexpected else [])
 
 
 def test_evidence_that_cannot_be_read_ends_its_own_request(
-    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     requests, error = Requests(), RuntimeError("a tensor")
     monkeypatch.setattr(requests.values, "read", raising(error))
@@ -391,7 +384,7 @@ def test_evidence_that_cannot_be_read_ends_its_own_request(
     decision = Deciding({IMAGE}).decide(request)
     assert decision.error is not None
     assert "RuntimeError" in decision.error
-    assert errors_in(logged) == [error]
+    assert errors_in(caplog) == [error]
 
 
 class Late:
