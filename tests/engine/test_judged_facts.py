@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from transformers import BertModel
@@ -67,13 +67,33 @@ async def loaded(served: Served, world: World, tmp_path: Path, ids: dict[str, st
     return made
 
 
+@pytest.fixture(autouse=True)
+async def nobody_measures(served: Served) -> AsyncIterator[None]:
+    """Whatever a test has begun in the background ends with it."""
+    yield
+    for judging in Judging.made:
+        await judging.end()
+    Judging.made.clear()
+
+
 class Judging:
     """An engine client whose model is a judge with a threshold."""
 
+    made: ClassVar[list[Judging]] = []
+
     def __init__(self, served: Served, threshold: float | None, **settings: Any) -> None:
+        self.made.append(self)
         self.served = served
         self.engine = MemoryEngine(served.llm, served.memories, InduceKVConfig(judge_threshold=threshold, **settings))
         self._count = 0
+
+    async def end(self) -> None:
+        if (started := self.engine.facts._started) is None:
+            return
+        _, judge = await started
+        if (measuring := judge._measuring) is not None:
+            measuring.cancel()
+            await asyncio.wait([measuring])
 
     async def facts(self, text: str) -> list[dict[str, Any]]:
         """Those in the trace of a request."""
