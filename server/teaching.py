@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final
@@ -67,6 +68,8 @@ async def teach(name: Name, body: TeachRequest, request: Request, admin: Admin) 
         return taught(bundle, facts, reader, body.budget_bytes, when_full=body.when_full, last_used=last_used)
 
     changed = await registry.change_facts(Change.TEACH, name, make, expected_digest=body.expected_digest, who=admin)
+    with contextlib.suppress(UnknownBundle):  # it is unloaded by now
+        await engine.facts.prepare(await asyncio.to_thread(registry.memory, name))
     return _answer(changed, resembled)
 
 

@@ -89,6 +89,11 @@ class FactFinder:
         }
         return {id: ids for id, ids in named.items() if ids}
 
+    async def prepare(self, memory: ServedBundle) -> None:
+        """Read a version's questions: while a request waits for them, others are sent without the picture it brings."""
+        await self.started(memory)
+        await memory.stored_questions()
+
     async def started(self, memory: ServedBundle) -> tuple[FactReader, FactJudge]:
         """How the prompts of a memory's model are read, and its judge."""
         if self._started is None:
