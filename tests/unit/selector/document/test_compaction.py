@@ -15,19 +15,8 @@ from selector.document.compaction import compacted
 from selector.document.matching import kept
 from selector.document.references import about, references, repeat
 from selector.document.text import Block, read
-from tests.tiny_models import save_tiny_llama
 
 TEXT = "The kestrel valve opens at 37 bar. It is checked every 12 days by the north team. The plover valve is new."
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture(scope="module")
-def llama(folder: Path) -> Backbone:
-    return Backbone.load(folder)
 
 
 def ids_of(llama: Backbone, text: str) -> Tensor:

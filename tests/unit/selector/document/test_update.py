@@ -16,7 +16,6 @@ from selector.backbone.model import Backbone
 from selector.cli.select import main
 from tests.gates import small_fits
 from tests.tiny_hybrids import save_qwen3_5
-from tests.tiny_models import save_tiny_llama
 
 TEXT = "\n\n".join(
     f"The {name} valve of the plant opens at {bar} bar. It is checked every {days} days by the {team} team."
@@ -30,16 +29,6 @@ TEXT = "\n\n".join(
 PUMPS = TEXT.replace("valve", "pump").replace("opens", "stops").replace("checked", "oiled")
 FEW: dict[str, Any] = {"asked": 1, "precision": "float32"}
 VALVES = selector.Document("valves", TEXT)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture(scope="module")
-def llama(folder: Path) -> Backbone:
-    return Backbone.load(folder)
 
 
 def teach(llama: Backbone, *documents: selector.Document, **more: Any) -> selector.Taught:
