@@ -17,9 +17,7 @@ from ..judge import Pair
 from ..judge.ability import ENOUGH, Ability, ability, is_hopeless, known_pairs, prices
 
 KEPT_PAIRS: Final = 1 << 16
-SMALLER: Final = (
-    0.75  # of the weight: with all of it 3% fewer of the package's wordings pass, with half of it 2% more others
-)
+SMALLER: Final = 0.75  # of the weight; with all of it fewer of the package's wordings pass, with half of it more others
 MARGIN: Final = 1.0  # below the threshold; of the public sets' pairs no true one that passes is so far below it
 NOT_MEASURED: Final = "it is measured now whether the model can judge other wordings"
 NO_ROOM: Final = "the model's context has no room for the judge's question"

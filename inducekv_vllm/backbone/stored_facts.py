@@ -41,6 +41,11 @@ class Candidates:
     pairs: Mapping[int, Pair] = field(default_factory=dict)  # of these, with the wording that is nearest
     missed: FactMissed | None = None
 
+    @property
+    def to_judge(self) -> tuple[Pair, ...]:
+        """Nothing if words have found a fact."""
+        return () if self.by_words else tuple(self.pairs.values())
+
     def settled(self, odds: Mapping[Pair, float] | None, threshold: float, no_odds: str = NOT_JUDGED) -> AskedFacts:
         """With the judge's answers; None: there is no judge, or `no_odds` says why there are none."""
         known = [(number, (odds or {}).get(pair)) for number, pair in self.pairs.items()]

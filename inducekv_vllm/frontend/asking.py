@@ -81,7 +81,7 @@ class FactFinder:
             return {}
         questions = await memory.stored_questions()
         found = {fact.id: questions.resembled(fact) for fact in facts if fact.picture is None}
-        odds = await judge.odds([pair for each in found.values() for pair in each.pairs.values()])
+        odds = await judge.odds([pair for each in found.values() for pair in each.to_judge])
         old = memory.metadata.facts
         named = {
             id: [old[fact.number].id for fact in each.settled(odds, judge.judged.threshold).facts]
@@ -134,16 +134,16 @@ class FactJudge:
 
     def settled(self, found: Candidates) -> AskedFacts:
         """With what it has said so far."""
-        if not _is_to_judge(found):
+        if not found.to_judge:
             return found.settled(None, 0.0)
         self.begin_measuring()
         if not self.judged.may_judge:
             return found.settled(None, 0.0, self.judged.why_not)
-        return found.settled(self.judged.known(found.pairs.values()), self.judged.threshold, NO_ANSWER)
+        return found.settled(self.judged.known(found.to_judge), self.judged.threshold, NO_ANSWER)
 
     def begun(self, found: Sequence[Candidates]) -> Judging | None:
         """Asks about what it does not know yet; None: it knows all, or it cannot judge."""
-        pairs = [pair for each in found if _is_to_judge(each) for pair in each.pairs.values()]
+        pairs = [pair for each in found for pair in each.to_judge]
         if not self.judged.may_judge or not self.judged.new(pairs):
             return None
         return asyncio.create_task(self._all_settled(pairs, found))
@@ -193,10 +193,6 @@ class FactJudge:
             found.threshold,
             100 * found.passed,
         )
-
-
-def _is_to_judge(found: Candidates) -> bool:
-    return bool(found.pairs) and not found.by_words
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

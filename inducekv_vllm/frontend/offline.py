@@ -277,7 +277,7 @@ class MemoryLLM:
             token_ids = cast(Mapping[str, Any], prompt)["prompt_token_ids"]
             question = self._facts.question(token_ids, shown_in(prompt)) if facts else None
             found.append([self._candidates(memory, question) for memory in each])
-        pairs = [pair for of_prompt in found for each in of_prompt if not each.by_words for pair in each.pairs.values()]
+        pairs = [pair for of_prompt in found for each in of_prompt for pair in each.to_judge]
         judged, odds = self._judged, self._judged.odds(pairs, self._said) if pairs else {}
         return [tuple(each.settled(odds, judged.threshold, judged.why_not) for each in of_it) for of_it in found]
 

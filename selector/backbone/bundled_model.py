@@ -167,7 +167,7 @@ class BundledModel:
         found = [
             self._questions.candidates(each.text, has_media=each.has_media, picture=each.picture) for each in questions
         ]
-        pairs = [pair for each in found if not each.by_words for pair in each.pairs.values()]
+        pairs = [pair for each in found for pair in each.to_judge]
         if self.judge is None:
             return [each.settled(None, 0.0) for each in found]
         odds, judged = self.judge.odds(pairs), self.judge.judged

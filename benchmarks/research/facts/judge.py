@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-from inducekv_vllm.backbone.judged import MARGIN, weighed
 from inducekv_vllm.judge import Pair
 from inducekv_vllm.judge.ability import Ability, known_pairs
 from selector.backbone.judging import BackboneJudge
@@ -27,9 +26,8 @@ class PairJudge:
         self._judge = BackboneJudge(Backbone.load(model, torch.bfloat16))
         self._file = file
         lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
-        self._known = {
-            Pair(row["stored"], row["asked"]): row["odds"] for row in map(json.loads, lines)
-        }  # of each direction
+        rows = map(json.loads, lines)
+        self._known = {Pair(row["stored"], row["asked"]): row["odds"] for row in rows}  # of its two directions
         known = [each.pair for each in known_pairs()]  # all: benchmarks compare models that are not able, too
         self._ask(known)
         self.ability: Ability = self._judge.judged.measured([each for pair in known for each in self._known[pair]])
@@ -40,9 +38,10 @@ class PairJudge:
 
     def odds(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
         self._ask(pairs)
-        least = self.threshold - MARGIN
-        known = {pair: self._known[pair] for pair in pairs}
-        return {pair: weighed(one, other if one >= least else one) for pair, (one, other) in known.items()}
+        judged = self._judge.judged
+        odds = {pair: self._known[pair][0] for pair in pairs}
+        judged.take(odds, {pair: self._known[pair][1] for pair in judged.open(odds)})
+        return judged.known(pairs)
 
     def _ask(self, pairs: Sequence[Pair]) -> None:
         """In both directions, those that are not known."""

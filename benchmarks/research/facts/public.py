@@ -213,7 +213,7 @@ def measured(
             candidates = questions.joined(candidates, each.text, meant.nearest(each.text))
         found.append(candidates)
         seconds.append(time.perf_counter() - began)
-    pairs = [pair for each in found if not each.by_words for pair in each.pairs.values()]
+    pairs = [pair for each in found for pair in each.to_judge]
     odds, threshold = ({}, 0.0) if judge is None else (judge.odds(pairs), judge.threshold)
     shares: dict[str, Share] = {STORED: Share(), WORDS: Share(), WRONG: Share()}
     for each, candidates in zip(asked, found, strict=True):
