@@ -32,7 +32,7 @@ from selector.backbone.model import Backbone
 from selector.backbone.tiled_attention import tiled_attention
 from selector.document.chunks import chunks_of
 from selector.document.compaction import memory_of
-from selector.document.text import CompactedText, Text, compacted_text, joined, read
+from selector.document.text import CompactedText, ReadText, Text, compacted_text, joined, read
 
 MODEL: Final = "qwen2.5-0.5b"
 SHARES: Final = (2, 4, 8, 16)
@@ -117,7 +117,7 @@ class Compared:
 
     def compacted(self, share: int) -> CompactedText:
         """As `inducekv-select --document` does it."""
-        return compacted_text(self.backbone, self.text, self.text.tokens // share)
+        return compacted_text(self.backbone, ReadText.of(self.backbone, self.text), self.text.tokens // share)
 
     def _measured(self, memory: TensorMemory | None, put: Put = str) -> dict[str, Any]:
         """How many questions are answered right, and what was said to each."""

@@ -11,7 +11,7 @@ from ..data.document import Document
 from ..imported.prefix import Prefix
 from ..imported.source import Source, sha256_of
 from .reading import read_document
-from .text import Text, compacted_text
+from .text import ReadText, Text, compacted_text
 
 
 def compacted_source(path: Path, share: int) -> Source:
@@ -23,7 +23,7 @@ def compacted_source(path: Path, share: int) -> Source:
         text = Text.of(backbone, document)
         if not (tokens := text.tokens // share):
             raise ConfigError(f"{path}: a share of {share} leaves none of {text.tokens} tokens")
-        found = compacted_text(backbone, text, tokens)
+        found = compacted_text(backbone, ReadText.of(backbone, text), tokens)
         return Prefix(found.keys, found.values)
 
     return Source(sha256_of(path), {"source": "text", "share": share}, prefix)

@@ -98,6 +98,22 @@ class Text:
 
 
 @dataclass(frozen=True)
+class ReadText:
+    """A text with the keys and values that the model has of it."""
+
+    text: Text
+    memories: list[TensorMemory]  # of each block
+    nats: dict[str, float]  # of a token of the text that is to be repeated: with nothing, and with all of it
+
+    @classmethod
+    def of(cls, backbone: Backbone, text: Text) -> ReadText:
+        memories = [memory for reading in text.readings for memory in read(backbone, reading)]
+        pieces = spread(text.pieces, SCORED)
+        nats = {"nothing": nats_of(backbone, pieces, None), "whole": nats_of(backbone, pieces, joined(memories))}
+        return cls(text, memories, nats)
+
+
+@dataclass(frozen=True)
 class CompactedText:
     """What is left of a text."""
 
@@ -123,19 +139,19 @@ class CompactedText:
         return f"loses {self.attention:.1%} of attention's output and {self.text_lost:.1%} of its own log-probability"
 
 
-def compacted_text(backbone: Backbone, text: Text, m: int, progress: bool = False) -> CompactedText:
+def compacted_text(backbone: Backbone, whole: ReadText, m: int, progress: bool = False) -> CompactedText:
     """m tokens for all of a text's: each block has its share of them."""
-    whole = [memory for reading in text.readings for memory in read(backbone, reading)]  # of each block
+    text = whole.text
     ends = [round(m * end / text.tokens) for end in itertools.accumulate(len(each.token_ids) for each in text.blocks)]
     found = list[Compacted]()
-    blocks = list(zip(text.blocks, whole, pairwise([0, *ends]), strict=True))
+    blocks = list(zip(text.blocks, whole.memories, pairwise([0, *ends]), strict=True))
     for block, memory, (begin, end) in track(blocks, "Compacting", progress):
         if end > begin:
             found.append(compacted(backbone, memory, references(backbone, block.pieces), end - begin))
     keys, values = (torch.cat([getattr(each, name) for each in found], dim=2) for name in ("keys", "values"))
-    memories = {"nothing": None, "whole": joined(whole), "kept": memory_of(keys, values, backbone.hidden_size)}
-    nats = {name: nats_of(backbone, spread(text.pieces, SCORED), memory) for name, memory in memories.items()}
-    return CompactedText(text, keys, values, float(torch.stack([each.lost for each in found]).mean()), nats)
+    left = nats_of(backbone, spread(text.pieces, SCORED), memory_of(keys, values, backbone.hidden_size))
+    lost = float(torch.stack([each.lost for each in found]).mean())
+    return CompactedText(text, keys, values, lost, whole.nats | {"kept": left})
 
 
 def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:

@@ -30,7 +30,7 @@ from ..update.result import UpdateResult
 from .chunks import spread
 from .questions import clozes_of, questions_asked
 from .settings import DOCUMENT, DocumentSettings
-from .text import CompactedText, Text, compacted_text
+from .text import CompactedText, ReadText, Text, compacted_text
 
 SHARES: Final = (2, 4, 8, 16)  # that a dry run tells of
 VALIDATED: Final = 16  # sentences with a word left out, at most, that the report asks of each document
@@ -51,7 +51,7 @@ def update_document(
     m = tokens_of_memory(texts, settings)
     clozes = {text.name: _clozes(text, settings.seed) for text in texts}
     with products(backbone, settings):
-        found = [compacted_text(backbone, text, m, run.progress) for text in texts]
+        found = [compacted_text(backbone, ReadText.of(backbone, text), m, run.progress) for text in texts]
         if run.progress:
             for each in found:
                 note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")
@@ -128,9 +128,10 @@ def sizes(backbone: Backbone, inputs: TaskInputs, settings: DocumentSettings) ->
     shape = (backbone.hidden_size, backbone.num_layers, backbone.num_kv_heads)
     with products(backbone, settings):
         for text in texts:
+            whole = ReadText.of(backbone, text)
             for m in sorted({asked_for, *(text.tokens // share for share in SHARES)}, reverse=True):
                 size = footprint_bytes(1, *shape, m, backbone.head_dim, backbone.value_dim)
-                found = compacted_text(backbone, text, m)
+                found = compacted_text(backbone, whole, m)
                 lines[f"{text.name}, {m} of {text.tokens} tokens"] = f"{size / 1e6:.2f} MB; {found}"
     return lines
 
