@@ -7,7 +7,7 @@ features, R runs of a question's clauses.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -85,32 +85,18 @@ def asked_texts(
     *,
     progress: bool = False,
 ) -> AskedTexts:
-    """Other arguments as of `token_values`. What most prompts of a model for text begin with is computed once.
+    """Other arguments as of `token_values`.
 
     Args:
         clause_ends: the tokens with which a clause ends; see `clause_ends_of`.
     """
-    placeholders, reader = placeholder_ids(backbone.model.config), backbone.fact_reader
-    ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
-    texts = [deciding_tokens(of_prompt, marks, placeholders).text for of_prompt in ids]
-    begun = _begun(backbone, ids, texts)
+    reader = backbone.fact_reader
     means: list[Tensor | None] = [None] * len(encoded)
-    for same in (True, False):
-        chosen = [row for row in range(len(ids)) if texts[row] and _begins(ids[row], texts[row], begun) == same]
-        skipped = begun.length if begun is not None and same else 0
-        batches = _batches([len(ids[row]) - skipped for row in chosen])
-        for batch in track(batches, READING, progress):
-            rows = [chosen[at] for at in batch]
-            inputs = backbone.collate([encoded[row] for row in rows])
-            after = begun if same else None
-            values = (
-                _values(backbone, inputs, layers) if after is None else _values_after(backbone, inputs, layers, after)
-            )
-            for row, of_prompt in zip(rows, values, strict=True):  # [T - skipped, S, F]
-                asked = of_prompt[[at - skipped for at in texts[row]]].float()  # [t, S, F]
-                runs = runs_of_tokens([ids[row][at] for at in texts[row]], clause_ends)
-                means[row] = torch.stack([asked[run.start : run.stop].mean(dim=0) for run in runs]).cpu()
-    return AskedTexts(means, [reader.question(of_prompt).text for of_prompt in ids])
+    for row, values, text in _deciding_values(backbone, encoded, layers, marks, progress):
+        if text:
+            runs = runs_of_tokens([int(encoded[row]["input_ids"][0, at]) for at in text], clause_ends)
+            means[row] = torch.stack([values[run.start : run.stop].mean(dim=0) for run in runs]).cpu()
+    return AskedTexts(means, [reader.question(prompt["input_ids"][0].tolist()).text for prompt in encoded])
 
 
 def clause_ends_of(backbone: Backbone) -> Tensor:
@@ -134,7 +120,12 @@ class _Begun:
 
 def _begins(token_ids: Sequence[int], text: Sequence[int], begun: _Begun | None) -> bool:
     """Whether a prompt begins so, and its question comes after."""
-    return begun is not None and text[0] >= begun.length and tuple(token_ids[: begun.length]) == begun.token_ids
+    return (
+        begun is not None
+        and bool(text)
+        and text[0] >= begun.length
+        and tuple(token_ids[: begun.length]) == begun.token_ids
+    )
 
 
 def _begun(backbone: Backbone, ids: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> _Begun | None:
@@ -182,16 +173,36 @@ def token_values(
         encoded: what `Backbone.encode` gives for each prompt.
         layers: [S], ascending.
     """
-    placeholders = placeholder_ids(backbone.model.config)
-    lengths = [inputs["input_ids"].shape[1] for inputs in encoded]
     found: list[Tensor] = [torch.empty(0)] * len(encoded)
-    for rows in track(_batches(lengths), READING, progress):
-        values = _values(backbone, backbone.collate([encoded[row] for row in rows]), layers)  # [n, T, S, F]
-        for row, of_prompt in zip(rows, values, strict=True):
-            ids = encoded[row]["input_ids"][0].tolist()
-            text, media = deciding_tokens(ids, marks, placeholders)
-            found[row] = last_averaged(of_prompt[text + media].float(), len(text)).to("cpu", dtype)
+    for row, values, text in _deciding_values(backbone, encoded, layers, marks, progress):
+        found[row] = last_averaged(values, len(text)).to("cpu", dtype)
     return found
+
+
+def _deciding_values(
+    backbone: Backbone, encoded: Sequence[Inputs], layers: Sequence[int], marks: TurnMarks, progress: bool
+) -> Iterator[tuple[int, Tensor, list[int]]]:
+    """Each prompt's row, the values [t, S, F] float32 of its text and media, and where its text is.
+
+    What most prompts of a model for text begin with is computed once.
+    """
+    placeholders = placeholder_ids(backbone.model.config)
+    ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
+    deciding = [deciding_tokens(of_prompt, marks, placeholders) for of_prompt in ids]
+    begun = _begun(backbone, ids, [text for text, _ in deciding])
+    shared = [row for row, (text, _) in enumerate(deciding) if _begins(ids[row], text, begun)]
+    others = sorted({*range(len(ids))} - {*shared})
+    for rows_of, after in ((shared, begun), (others, None)):
+        skipped = 0 if after is None else after.length
+        for batch in track(_batches([len(ids[row]) - skipped for row in rows_of]), READING, progress):
+            rows = [rows_of[at] for at in batch]
+            inputs = backbone.collate([encoded[row] for row in rows])
+            values = (
+                _values(backbone, inputs, layers) if after is None else _values_after(backbone, inputs, layers, after)
+            )
+            for row, of_prompt in zip(rows, values, strict=True):  # [T - skipped, S, F]
+                text, media = deciding[row]
+                yield row, of_prompt[[at - skipped for at in text + media]].float(), text
 
 
 class _Enough(Exception):
