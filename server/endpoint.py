@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import shutil
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.tasks import SupportedTask
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint
-from inducekv_vllm.errors import ConfigError, InduceKVError, UnsupportedModel
+from inducekv_vllm.errors import ConfigError, InduceKVError, UnknownBundle, UnsupportedModel
+from inducekv_vllm.frontend.asking import FactFinder
 from inducekv_vllm.frontend.memory_engine import MemoryEngine, MemoryRequest
 from inducekv_vllm.frontend.request import memory_names
 from inducekv_vllm.frontend.stopping import EngineStop
@@ -122,7 +124,7 @@ class InduceKVEndpoint:
         guard_adapters(models, registry)
         refuse_sleep(engine_client)
         refuse_beam_search(state, engine)
-        bring_bundles(state, models, registry, config)
+        bring_bundles(state, models, registry, engine.facts, config)
         state.inducekv_registry, state.inducekv_engine, state.inducekv_access = registry, engine, access
 
 
@@ -200,15 +202,27 @@ def refuse_beam_search(state: State, engine: MemoryEngine) -> None:
     patch_some(vars(state)["_state"].values(), "beam_search", guarded, of="routes")
 
 
-def bring_bundles(state: State, models: OpenAIServingModels, registry: BundleRegistry, config: InduceKVConfig) -> None:
-    """Make every OpenAI route load the bundles of a request, where vLLM looks whether its model is served."""
+def bring_bundles(
+    state: State, models: OpenAIServingModels, registry: BundleRegistry, facts: FactFinder, config: InduceKVConfig
+) -> None:
+    """Make every OpenAI route load the bundles of a request, where vLLM looks whether its model is served.
+
+    Their facts' questions are read as well: if a rendered request waited for them, vLLM would send others without the
+    picture that it brings.
+    """
+
+    async def ready(names: Sequence[str]) -> None:
+        await registry.bring(*names)
+        for name in names:
+            with contextlib.suppress(UnknownBundle), registry.lease(name) as lease:
+                await facts.prepare(lease.memory)
 
     def guarded(check: Callable[..., Any]) -> Callable[..., Any]:
         async def guarded_check(request: Any) -> Any:
             model = request.model
             if model and not models.is_base_model(model) and not dict.__contains__(models.lora_requests, model):
                 try:
-                    await registry.bring(*memory_names(model, getattr(request, "vllm_xargs", None), config))
+                    await ready(memory_names(model, getattr(request, "vllm_xargs", None), config))
                 except InduceKVError as error:  # to some of vLLM's routes it would be a bad request
                     raise GracefulHTTPError(str(error), status_of(error)) from error
             return await check(request)

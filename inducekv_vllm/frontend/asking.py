@@ -90,9 +90,10 @@ class FactFinder:
         return {id: ids for id, ids in named.items() if ids}
 
     async def prepare(self, memory: ServedBundle) -> None:
-        """Read a version's questions: while a request waits for them, others are sent without the picture it brings."""
-        await self.started(memory)
-        await memory.stored_questions()
+        """Read the questions of a version's facts, if it has some, so that no request waits for them."""
+        if memory.metadata.facts:
+            await self.started(memory)
+            await memory.stored_questions()
 
     async def started(self, memory: ServedBundle) -> tuple[FactReader, FactJudge]:
         """How the prompts of a memory's model are read, and its judge."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.datastructures import State
@@ -441,11 +441,31 @@ async def test_every_route_of_vllms_says_that_there_is_no_room() -> None:
 
     serving = SimpleNamespace(_check_model=check)
     registry: Any = SimpleNamespace(bring=bring)
-    bring_bundles(State({"serving": serving}), models(), registry, InduceKVConfig())
+    bring_bundles(State({"serving": serving}), models(), registry, cast(Any, None), InduceKVConfig())
     with pytest.raises(VLLMError) as refused:
         await serving._check_model(SimpleNamespace(model="m"))
     error = create_error_response(refused.value).error
     assert (error.code, error.type, error.message) == (507, "Insufficient Storage", "m does not fit")
+
+
+async def test_the_questions_of_facts_are_read_before_vllm_renders_a_request(pool: Pool) -> None:
+    """A rendered request that waits makes others lose the picture that it brings."""
+    await pool.load("n0", "n1")
+    happened = list[str]()
+
+    async def check(request: Any) -> None:
+        happened.append("vLLM looks")
+
+    async def prepare(memory: ServedBundle) -> None:
+        await asyncio.sleep(0)
+        happened.append(memory.digest)
+
+    serving, facts = SimpleNamespace(_check_model=check), cast(Any, SimpleNamespace(prepare=prepare))
+    bring_bundles(State({"serving": serving}), pool.registry._names._models, pool.registry, facts, InduceKVConfig())
+    await serving._check_model(SimpleNamespace(model="n1"))
+    assert happened == [pool.registry.memory("n1").digest, "vLLM looks"]
+    await serving._check_model(SimpleNamespace(model="unknown"))
+    assert happened[2:] == ["vLLM looks"]
 
 
 async def test_a_state_that_cannot_be_read_is_the_servers_fault(pool: Pool) -> None:
@@ -457,7 +477,7 @@ async def test_a_state_that_cannot_be_read_is_the_servers_fault(pool: Pool) -> N
 
     serving = SimpleNamespace(_check_model=check)
     table = pool.registry._names._models
-    bring_bundles(State({"serving": serving}), table, pool.registry, InduceKVConfig())
+    bring_bundles(State({"serving": serving}), table, pool.registry, cast(Any, None), InduceKVConfig())
     pool.registry.state._watch.close()
     with pytest.raises(VLLMError) as refused:
         await serving._check_model(SimpleNamespace(model="n1"))
