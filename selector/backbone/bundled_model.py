@@ -99,22 +99,40 @@ class BundledModel:
             right += sum(text == each.answer.strip() for text, each in zip(texts, chosen, strict=True))
         return right / len(examples)
 
-    def answers(self, examples: Sequence[Example], max_new_tokens: int, *, progress: bool = False) -> list[str]:
-        """The text of the greedy answer to each example."""
-        texts, title = [""] * len(examples), f"Answering {'without' if self.bundle is None else 'with'} memory"
+    def answers(
+        self,
+        examples: Sequence[Example],
+        max_new_tokens: int,
+        *,
+        untouched: Sequence[str] | None = None,
+        progress: bool = False,
+    ) -> list[str]:
+        """The text of the greedy answer to each example.
+
+        Args:
+            untouched: what the model says without the bundle, if it is known: examples that stay out get it.
+        """
+        texts = [""] * len(examples) if untouched is None else list(untouched)
+        title = f"Answering {'without' if self.bundle is None else 'with'} memory"
         for start in track(range(0, len(examples), self.scorer.batch_size), title, progress):
             part = examples[start : start + self.scorer.batch_size]
             opened, prior = self.routing(part)
             keys = torch.zeros(len(part), self.backbone.hidden_size)
-            if opened.any():
+            if opened.any() and self.memory is not None and self.memory.weighting != "uniform":
                 keys = self.backbone.retrieval_keys(self.backbone.collate([self.scorer.prefix(e) for e in part]))
+            known = [] if untouched is None else self._staying_out(part, opened)
             for with_memory, rows in self._batches(opened):
-                answers = self._generate(
-                    [part[row] for row in rows], keys[rows], prior[rows], with_memory, max_new_tokens
-                )
-                for row, text in zip(rows, answers, strict=True):
-                    texts[start + row] = text
+                if asked := [row for row in rows if row not in known]:
+                    chosen = [part[row] for row in asked]
+                    answers = self._generate(chosen, keys[asked], prior[asked], with_memory, max_new_tokens)
+                    for row, text in zip(asked, answers, strict=True):
+                        texts[start + row] = text
         return texts
+
+    def _staying_out(self, examples: Sequence[Example], opened: Tensor) -> list[int]:
+        """Those with neither memory nor a fact."""
+        facts = self.facts_of(examples) or [None] * len(examples)
+        return [row for row, found in enumerate(facts) if not opened[row] and _said(found) is None]
 
     def _batches(self, opened: Tensor) -> list[tuple[bool, list[int]]]:
         """Rows that are answered together: those with memory, then those without."""

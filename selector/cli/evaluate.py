@@ -108,11 +108,12 @@ def _by_model(options: argparse.Namespace, bundle: Bundle, examples: Sequence[Ex
     from ..backbone.judging import BackboneJudge
     from ..backbone.scoring import Scorer
     from ..update.accuracy import accuracies
+    from ..update.answers import said_by_both
 
     scorer, max_tokens = Scorer(_backbone(options, bundle)), _max_tokens(examples)
     judge = BackboneJudge(scorer.backbone)
     with_memory, without = BundledModel(scorer, bundle, judge), BundledModel(scorer, None)
-    rows = accuracies(examples, *(each.answers(examples, max_tokens, progress=True) for each in (without, with_memory)))
+    rows = accuracies(examples, *said_by_both(without, with_memory, examples, max_tokens, progress=True))
     # What the gate has seen for the answers is what it is shown with.
     decisions = [] if bundle.gate is None else decided(bundle.gate, with_memory.evidence(examples))
     found = with_memory.facts_of(examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,11 +11,12 @@ from torch import Tensor
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import ConfigError
 
-from ..backbone.extraction import extract
+from ..backbone.extraction import extract, extract_keys
 from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone
+from ..backbone.scoring import Questions
 from ..data.choice import some_rows
-from ..data.examples import entry_records
+from ..data.examples import Example, entry_records
 from ..update.inputs import TaskInputs
 from ..update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
 from .settings import RefinedSettings
@@ -53,6 +55,15 @@ def initial_entries(
         map_out=map_out,
     )
     return memory, entry_records(examples)
+
+
+def questions_of(
+    backbone: Backbone, examples: Sequence[Example], settings: RefinedSettings, *, progress: bool = False
+) -> Questions:
+    """Examples with the keys they retrieve with. Those of uniform weighting, where retrieval weights nothing, are 0."""
+    if settings.weighting == "uniform":
+        return Questions(examples, torch.zeros(len(examples), backbone.hidden_size))
+    return Questions(examples, extract_keys(backbone, examples, batch_size=settings.batch_size, progress=progress))
 
 
 def number_of_entries(inputs: TaskInputs, settings: RefinedSettings) -> int:

@@ -8,15 +8,14 @@ import torch
 
 from inducekv_vllm.backbone.footprint import FLOAT16_BYTES
 
-from ..backbone.extraction import extract_keys
 from ..backbone.model import Backbone
-from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
+from ..backbone.scoring import EVALUATION_BATCHES, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..backbone.token_values import layers_of_gate
 from ..update.inputs import TaskInputs
 from .candidates import RUNGS, every_candidate
 from .duration import seconds_of_search
-from .entries import initial_entries
+from .entries import initial_entries, questions_of
 from .settings import RefinedSettings
 from .training import TrainingProblem, log_prior
 
@@ -35,8 +34,7 @@ def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) 
     inputs = replace(inputs, training=inputs.training[:few], validation=inputs.validation[:few])
     scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     training, validation = (
-        Questions(examples, extract_keys(backbone, examples, batch_size=settings.batch_size))
-        for examples in (inputs.training, inputs.validation)
+        questions_of(backbone, examples, settings) for examples in (inputs.training, inputs.validation)
     )
     entries, records = initial_entries(backbone, inputs, settings)
     parts = (entries.retrieval_keys, entries.payload_keys, entries.payload_values, entries.map_in, entries.map_out)

@@ -16,9 +16,8 @@ import torch
 
 from inducekv_vllm.bundle import ENTRY_AXES, Bundle, EntryRecord
 
-from ..backbone.extraction import extract_keys
 from ..backbone.model import Backbone
-from ..backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
+from ..backbone.scoring import EVALUATION_BATCHES, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..gate.fit import FittedGate, fit_gate
 from ..gate.settings import GateOptions
@@ -29,7 +28,7 @@ from ..update.result import UpdateResult
 from ..update.settings import REFINED
 from .candidates import Search, search
 from .checks import check_model, own_questions
-from .entries import initial_entries
+from .entries import initial_entries, questions_of
 from .report import report_update
 from .settings import RefinedSettings
 from .training import TrainingProblem, log_prior
@@ -39,10 +38,9 @@ def update_refined(backbone: Backbone, inputs: TaskInputs, settings: RefinedSett
     """Choose, train and gate what `checks.check_tasks` has let through. Raises as `Recipe.update` does."""
     scorer = Scorer(backbone, batch_size=EVALUATION_BATCHES * settings.batch_size)
     settings = check_model(scorer, inputs, settings, run.progress)
-    options: dict[str, Any] = {"batch_size": settings.batch_size, "progress": run.progress}
     with torch.autocast(backbone.device.type, torch.bfloat16, enabled=settings.precision == "bfloat16"):
-        training = Questions(inputs.training, extract_keys(backbone, inputs.training, **options))
-        validation = Questions(inputs.validation, extract_keys(backbone, inputs.validation, **options))
+        training = questions_of(backbone, inputs.training, settings, progress=run.progress)
+        validation = questions_of(backbone, inputs.validation, settings, progress=run.progress)
     entries, records = initial_entries(backbone, inputs, settings)
     questions = inputs.others.of(own_questions(inputs))
     fitted = fit_gate(backbone, questions, GateOptions.of(settings), progress=run.progress)

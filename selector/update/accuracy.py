@@ -11,6 +11,7 @@ from ..backbone.bundled_model import BundledModel
 from ..backbone.model import Backbone
 from ..backbone.scoring import Scorer
 from ..data.examples import Example
+from .answers import said_by_both
 
 
 @dataclass(frozen=True)
@@ -39,5 +40,5 @@ def accuracies_of(backbone: Backbone, bundle: Bundle, examples: Sequence[Example
     """Of greedy answers in transformers. Raises FingerprintMismatch: the bundle was made for another model."""
     bundle.require_backbone(backbone.fingerprint, "the bundle")
     scorer = Scorer(backbone)
-    answers = [BundledModel(scorer, each).answers(examples, max_tokens) for each in (None, bundle)]
-    return accuracies(examples, *answers)
+    without, with_memory = BundledModel(scorer, None), BundledModel(scorer, bundle)
+    return accuracies(examples, *said_by_both(without, with_memory, examples, max_tokens))

@@ -36,11 +36,24 @@ def answers_of(
 ) -> list[Answer]:
     """Greedy answers, no longer than the longest that is expected."""
     longest = max((len(without.scorer.answer_tokens(example)) for example in examples), default=1)
-    said = [model.answers(examples, max(1, longest), progress=progress) for model in (without, with_memory)]
+    said = said_by_both(without, with_memory, examples, max(1, longest), progress=progress)
     return [
         Answer(last_text(example), example.answer.strip(), *both)
         for example, *both in zip(examples, *said, strict=True)
     ]
+
+
+def said_by_both(
+    without: BundledModel,
+    with_memory: BundledModel,
+    examples: Sequence[Example],
+    max_new_tokens: int,
+    *,
+    progress: bool = False,
+) -> tuple[list[str], list[str]]:
+    """Greedy answers of each; what stays out is asked once."""
+    untouched = without.answers(examples, max_new_tokens, progress=progress)
+    return untouched, with_memory.answers(examples, max_new_tokens, untouched=untouched, progress=progress)
 
 
 def last_text(example: Example) -> str:
