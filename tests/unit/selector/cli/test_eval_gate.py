@@ -110,7 +110,7 @@ class FakeServer:
     def answer(self, request: Request) -> tuple[int, Any]:
         self.headers.append(dict(request.headers))
         if request.path == f"/v1/memory_bundles/{self.name}":
-            return 200, {"bundle": {"name": self.name, "digest": self.digest}}
+            return 200, {"name": self.name, "digest": self.digest}
         if request.path.startswith("/v1/memory_bundles?"):
             return 200, {"data": [{"name": self.name, "digest": self.digest}], "has_more": False}
         if request.path.startswith("/v1/memory_bundles/"):

@@ -88,7 +88,7 @@ def test_a_server_is_asked_for_both(path: Path, questions: Path) -> None:
 
     def answer(request: Request) -> tuple[int, Any]:
         if request.body is None:
-            card = {"bundle": {"name": "facts", "digest": digest}}
+            card = {"name": "facts", "digest": digest}
             return 200, {"/v1/memory_bundles/facts": card, "/v1/models": {"data": models}}[
                 request.path.partition("?")[0]
             ]
@@ -139,7 +139,7 @@ def test_the_gate_stands_beside_the_accuracy(
     def answer(request: Request) -> tuple[int, Any]:
         if request.body is None:
             models = [{"id": "base"}, {"id": "colours", "parent": "base"}]
-            card = {"bundle": {"name": "colours", "digest": digest}}
+            card = {"name": "colours", "digest": digest}
             return 200, {"/v1/memory_bundles/colours": card, "/v1/models": {"data": models}}[
                 request.path.partition("?")[0]
             ]

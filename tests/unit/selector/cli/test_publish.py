@@ -33,7 +33,7 @@ class FakeServer:
             assert ADMIN_HEADER not in request.headers
             if not self.served:
                 return 404, {"error": {"message": "no memory bundle 'm' is loaded"}}
-            return 200, {"bundle": {"name": "m", "digest": self.served}}
+            return 200, {"name": "m", "digest": self.served}
         if self.elsewhere is not None:
             return 307, f"{self.elsewhere}{request.path}"
         if request.headers[ADMIN_HEADER] != "key":
