@@ -32,7 +32,7 @@ FIRST: Final = (  # the flags that matter first
 OF: Final[Mapping[str, Input]] = MappingProxyType(  # options that say more of what is given
     {
         **dict.fromkeys(("recipe", "columns"), "task"),
-        **dict.fromkeys(("anchors_per_task", "replace"), "anchors"),
+        "anchors_per_task": "anchors",
     }
 )
 
@@ -61,7 +61,6 @@ class SelectOptions(ColumnOptions):
         str | None, Flag(f"{' or '.join(NAMES)} (default: the previous bundle's, else {DEFAULT.name})", "NAME")
     ] = None
     anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = ANCHORS_PER_TASK
-    replace: Annotated[bool, Flag("learn a task again: its anchors in the store give way to this run's")] = False
     created: Annotated[
         str | None, Flag("when the new entries count as made: a date (default: the start of the run)", metavar="DATE")
     ] = None

@@ -32,7 +32,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
     if task in inputs.earlier_tasks:
         raise TaskDataError(
             f"the previous bundle already holds the task {task!r}, and a task is refined once: to learn it "
-            f"again, take it out with `inducekv-bundle forget --task {task}`, and give --replace"
+            f"again, take it out with `inducekv-bundle forget --task {task}`"
         )
     if missing := sorted(set(inputs.earlier_tasks) - {anchor.task for anchor in inputs.anchors}):
         raise ConfigError(

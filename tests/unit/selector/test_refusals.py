@@ -160,7 +160,7 @@ def by_command(files: dict[str, Path], given: dict[str, str], settings: dict[str
     options = {"output": output} | paths
     if "previous" in given:
         options = {"anchors": files["anchors"], **options, "recipe": "refined"}
-    run(*parse_arguments([*_flags(options | settings), "--replace"]))
+    run(*parse_arguments(_flags(options | settings)))
 
 
 def by_python(files: dict[str, Path], given: dict[str, str], settings: dict[str, Any], output: Path) -> None:

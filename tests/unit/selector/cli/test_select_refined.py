@@ -208,11 +208,11 @@ def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Pat
     kept = stream.tasks["colours"].with_name("kept.jsonl")
     kept.write_text("\n".join(lines))
     again = replace(stream, tasks=stream.tasks | {"again": kept})
-    assert "made by another run; --replace" in again.refuse("again", previous="counts")
+    assert "which the previous bundle holds" in again.refuse("again", previous="counts")
 
     rest = without_entries(second, [row for row, e in enumerate(second.metadata.entries) if e.task == "colours"])
     write_bundle(rest, stream.output("rest"))
-    third = again.update("again", "--replace", previous="rest")
+    third = again.update("again", previous="rest")
     assert list(dict.fromkeys(e.task for e in third.metadata.entries)) == ["counts", "colours"]
     assert "colours5" not in {anchor.id for anchor in anchors.read()}
     assert [task.tasks for task in anchors.tasks()] == [("counts",), ("colours",)]
@@ -233,7 +233,7 @@ def test_bad_input_is_named_and_leaves_everything_as_it_was(learnt: Stream, tmp_
         (["--task", str(mixed)], "one task at a time"),
         (["--validation", str(stream.tasks["places"])], "is of the task 'places', expected 'counts'"),
         (["--base", str(stream.tasks["counts"])], "is also a question of"),
-        (["--task", str(stream.tasks["colours"]), "--replace"], "inducekv-bundle forget --task"),
+        (["--task", str(stream.tasks["colours"])], "inducekv-bundle forget --task"),
         (["--budget", "3"], "the budget of 3 entries does not hold 2 of a new task beside 2"),
         (["--entries-per-task", "0"], "at least 1"),
     ]:
