@@ -45,9 +45,7 @@ class SelectOptions(ColumnOptions):
 
     model: Annotated[str, Flag("model folder or Hugging Face id")]
     output: Annotated[Path, Flag("the bundle to write, replaced if it exists; its folder is made")]
-    task: Annotated[
-        Path | None, Flag("the task's training data: JSON lines, CSV, TSV, Parquet, a folder of datasets")
-    ] = None
+    task: Annotated[Path | None, Flag("the task's training data: JSON lines, CSV, TSV, Parquet")] = None
     document: Annotated[
         Path | None, Flag("what to learn in place of a task: text, Markdown, HTML or PDF, or a folder", metavar="FILE")
     ] = None

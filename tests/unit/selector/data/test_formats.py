@@ -98,21 +98,9 @@ def test_the_same_two_questions_in_every_format(name: str, tmp_path: Path) -> No
     assert shown(read_task(tmp_path / file)) == EXPECTED
 
 
-def test_parquet_and_folders_of_datasets(tmp_path: Path) -> None:
-    data = pa.Table.from_pylist(rows_as_given())
-    pq.write_table(data, tmp_path / "sky.parquet")
-    (tmp_path / "sky").mkdir()
-    with pa.ipc.new_stream(tmp_path / "sky" / "data-00000-of-00001.arrow", data.schema) as writer:
-        writer.write_table(data)
-    (tmp_path / "sky" / "state.json").write_text("{}")
-    hub = tmp_path / "hub" / "sky"
-    (hub / "data").mkdir(parents=True)
-    pq.write_table(data, hub / "data" / "train-00000-of-00001.parquet")
-    for source in (tmp_path / "sky.parquet", tmp_path / "sky", hub):
-        assert shown(read_task(source)) == EXPECTED
-    pq.write_table(data, hub / "data" / "test-00000-of-00001.parquet")
-    with pytest.raises(TaskDataError, match=r"Parquet files of several splits \(test, train\): name one file"):
-        read_task(hub)
+def test_parquet(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(rows_as_given()), tmp_path / "sky.parquet")
+    assert shown(read_task(tmp_path / "sky.parquet")) == EXPECTED
 
 
 def test_named_columns_pictures_and_tasks(tmp_path: Path) -> None:
@@ -143,7 +131,7 @@ def test_a_file_whose_name_is_not_utf8_is_refused_or_named(tmp_path: Path) -> No
 
 
 def test_a_folder_that_is_no_data_is_named_once(tmp_path: Path) -> None:
-    with pytest.raises(TaskDataError, match=f"^{tmp_path}: expected a file, or a folder that `datasets` has saved"):
+    with pytest.raises(TaskDataError, match=f"^{tmp_path}: cannot read the task data: not a regular file"):
         read_task(tmp_path)
 
 
