@@ -8,7 +8,7 @@ Whatever can be refused without the model is refused by `checked`; `learn` loads
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -112,11 +112,13 @@ def checked(request: TaskRequest) -> CheckedTask:
         "documents": [[document.name, document.digest] for document in request.documents],
         "previous": None if request.previous is None else request.previous.digest,
     }
-    anchors = _earlier_anchors(request, {example.task for example in training})
+    learnt = {example.task for example in training}
+    anchors = _earlier_anchors(request.anchors, learnt)
     inputs = TaskInputs(training, validation, anchors, request.previous, others, request.documents)
     check_answers(inputs)
     check_continued(request.previous, recipe.name, recipe.continues)
     recipe.check(inputs, settings)
+    _require_new_anchors(request, learnt)
     return CheckedTask(request, inputs, identity | {"anchors": examples_digest(anchors)})
 
 
@@ -142,18 +144,25 @@ def learn(
     return learned
 
 
-def _earlier_anchors(request: TaskRequest, learnt: Set[str]) -> Sequence[Example]:
-    """Raises ConfigError: anchors of a task would be lost that the previous memory holds. TaskDataError: as `read`."""
-    anchors, held = request.anchors, set(request.previous.metadata.tasks if request.previous is not None else ())
+def _earlier_anchors(anchors: Anchors | None, learnt: Collection[str]) -> Sequence[Example]:
+    """Raises ConfigError, TaskDataError: as `AnchorStore` does."""
     if anchors is None or anchors.store is None:
         return () if anchors is None else anchors.earlier
-    if again := sorted(learnt & held & {name for task in anchors.store.tasks() for name in task.tasks}):
-        raise ConfigError(
-            f"{anchors.store.folder} has anchors of the task {again[0]!r}, which the previous bundle holds: give "
-            f"another name (--task-name), or take it out with `inducekv-bundle forget --task {again[0]}`"
-        )
     anchors.store.require_together(learnt)
     return anchors.store.read(except_tasks=learnt)
+
+
+def _require_new_anchors(request: TaskRequest, learnt: Set[str]) -> None:
+    """Raises ConfigError: anchors of a task would be lost that the previous memory goes on with."""
+    store = None if request.anchors is None else request.anchors.store
+    if store is None or request.previous is None:
+        return
+    stored = {name for task in store.tasks() for name in task.tasks}
+    if again := sorted(learnt & stored & set(request.previous.metadata.tasks)):
+        raise ConfigError(
+            f"{store.folder} has anchors of the task {again[0]!r}, which the previous bundle holds: give another name "
+            "(--task-name)"
+        )
 
 
 def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> Learned:

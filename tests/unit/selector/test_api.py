@@ -145,7 +145,7 @@ def test_other_wordings_make_another_run() -> None:
 def test_what_is_refused(llava: Backbone, tasks: dict[str, Path]) -> None:
     row = {"id": "a", "prompt": "a", "answer": "b"}
     for error, problem, data, settings in (
-        (ConfigError, "unknown setting 'stepz'", tasks["colours"], {"stepz": 3}),
+        (ConfigError, "stepz: Extra inputs are not permitted", tasks["colours"], {"stepz": 3}),
         (TaskDataError, "a tenth is held out for validation: expected two examples at least", [row], {}),
         (TaskDataError, "row 2: the id 'a' occurs more than once", [row, row], {}),
         (TaskDataError, "row 1: no column is the answer", [{"prompt": "a"}], {}),
