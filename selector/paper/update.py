@@ -67,7 +67,7 @@ def update_paper(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings
     results = _select_all(inputs, objective, validation, settings, pairs, run)
     best = min(results, key=lambda result: result.validation_loss or 0.0)  # on a tie, the first of the grid
     with tiled_attention(backbone):
-        report = report_update(inputs, objective, validation, settings.seed, results, best)
+        report = report_update(inputs, objective, validation, results, best)
     return UpdateResult(best.bundle, report)
 
 
