@@ -14,7 +14,6 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from inducekv_vllm.errors import BundleError, CapacityError, InduceKVError, LoadTimeout, TooManyChanges, UnknownFact
 from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
 from server.requests import TAG, refused
-from server.schemas import MemoryFailure
 from tests.server.http import Bundles
 from tests.server.launch import ADMIN_KEY
 
@@ -44,11 +43,6 @@ async def test_what_lacks_room_is_no_bad_request(error: InduceKVError, status: i
     """A subclass has the status of its base class, unless it has one of its own."""
     request: Any = None
     assert (await refused(request, error)).status_code == status
-
-
-def test_the_schema_lists_every_kind_of_change() -> None:
-    kinds = MemoryFailure.model_json_schema()["$defs"]["Change"]["enum"]
-    assert kinds == ["load", "rollback", "unload", "forget", "teach", "forget_facts"]
 
 
 def cases(operation: Any, mode: GenerationMode) -> Any:
