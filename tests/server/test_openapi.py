@@ -23,8 +23,8 @@ CHANGES = [f"/v1/{change}" for change in ("load_memory_bundle", "rollback_memory
 CHANGES.append("/v1/forget_memory_versions")
 FACTS = ["/v1/memory_bundles/{name}/examples", "/v1/memory_bundles/{name}/examples/{example_id}"]
 LISTS = ["/v1/memory_bundles", "/v1/models"]
-WITH_INPUT = {*CHANGES, *FACTS, *LISTS, "/v1/memory_bundles/{name}", "/v1/memory_trace/{response_id}"}
-ROUTES = {*WITH_INPUT, "/v1/memory_decisions", "/v1/memory_server", "/v1/models/{model}"}
+WITH_INPUT = {*CHANGES, *FACTS, *LISTS, "/v1/memory_trace/{response_id}"}
+ROUTES = {*WITH_INPUT, "/v1/memory_bundles/{name}", "/v1/memory_decisions", "/v1/memory_server", "/v1/models/{model}"}
 
 
 @pytest.mark.anyio
