@@ -5,8 +5,6 @@
 Whatever can be refused without the model is refused by `checked`; `learn` loads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

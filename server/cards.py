@@ -1,7 +1,5 @@
 """What is shown of the names that a server serves. Paths are the admin's."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The routes that change nothing: what is loaded, what a request was answered with, and what serves here."""
 
-from __future__ import annotations
-
 import asyncio
 from http import HTTPStatus
 from typing import Annotated, Any, Final

@@ -11,8 +11,6 @@ they share (`state/`); none of them is special once the server has started:
 - A version that no name stands for any more drains: the process whose request is the last to use it releases it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

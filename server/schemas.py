@@ -3,8 +3,6 @@
 What a schema says of lengths and patterns is checked where the value is used, with an error that names what was found.
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self

@@ -3,8 +3,6 @@
 Shapes: C tasks of the gate, H prototypes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal

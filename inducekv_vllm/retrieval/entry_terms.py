@@ -5,8 +5,6 @@ Shapes: B entries in the memory, k entries retrieved, m payload tokens of an ent
 This module needs neither FAISS nor vLLM, because the bundle file format depends on it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 Shapes: B entries in the memory, k entries retrieved, d hidden size.
 """
 
-from __future__ import annotations
-
 import faiss
 import numpy as np
 import numpy.typing as npt

@@ -6,8 +6,6 @@ Shapes: N examples, n of them in a batch, T prompt tokens, m payload tokens, L l
 of a head's values, d hidden size.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shapes: n requests, B entries, C tasks of the gate, H evidence of a request.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

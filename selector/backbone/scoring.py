@@ -3,8 +3,6 @@
 Shapes: n examples of a batch, B entries, d hidden size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

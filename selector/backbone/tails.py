@@ -9,8 +9,6 @@ A hybrid has tails of whole prompts alone: a state cannot go back to the end of 
 Shapes: n examples, P prefix tokens, t tail tokens, a answer tokens, L layers, J KV heads, D head size, d hidden size.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass

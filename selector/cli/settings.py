@@ -1,7 +1,5 @@
 """The settings of `inducekv-select`: its own, and those of the recipes."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

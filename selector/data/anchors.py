@@ -8,8 +8,6 @@ Anchors of a task take the place of those that the store has of it, and come las
 before the manifest names it, and the manifest is replaced atomically, so that a killed run leaves the store unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

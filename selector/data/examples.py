@@ -9,8 +9,6 @@
 Images are paths relative to the file and must lie beneath its folder.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The format is found by the content; of text that is neither JSON nor Parquet by the header's delimiter.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

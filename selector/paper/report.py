@@ -3,8 +3,6 @@
 Shapes: N candidates, B selected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

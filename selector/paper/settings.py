@@ -1,7 +1,5 @@
 """The settings of the paper's recipe; the paper's values are the defaults."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -3,8 +3,6 @@
 Shapes: N candidates, B budget, d hidden size.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Final

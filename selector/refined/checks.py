@@ -1,7 +1,5 @@
 """What the refined recipe refuses before it computes anything, and which task it is about."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError

@@ -1,7 +1,5 @@
 """What an update by the refined recipe will take, from a few examples of the task."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -4,8 +4,6 @@ A field with a `Flag` is also a command-line flag; `selector.cli.flags` reads th
 help text from the field.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

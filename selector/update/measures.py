@@ -3,8 +3,6 @@
 Shapes: B entries, d hidden size.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What an update leaves on disk: the next bundle, the task's anchors, and the report beside the bundle."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

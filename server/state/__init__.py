@@ -18,8 +18,6 @@ Nothing of the names is in the memory of a process: a request reads what its nam
     notes.py     traces, uses, audit
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

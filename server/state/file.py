@@ -5,8 +5,6 @@ resident version by the processes whose requests use it, and by the one that let
 killed leaves no lock behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

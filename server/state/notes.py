@@ -1,7 +1,5 @@
 """What the API processes note for each other: events, traces, and when facts have answered."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, Final

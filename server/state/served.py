@@ -1,7 +1,5 @@
 """What a server serves: what each name stands for, and stood for before, each version's content, pins and tags."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Collection, Iterable

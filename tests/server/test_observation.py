@@ -1,7 +1,5 @@
 """What a running server shows of its bundles: metrics, the state of one bundle, and the model of its name."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """No route of ours answers 5xx, or with a status that its schema lacks: checked by what schemathesis makes of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Bundles that nobody has loaded are found by name; what a resolver does wrong harms nobody who asks for others."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

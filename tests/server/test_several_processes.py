@@ -1,7 +1,5 @@
 """Several API processes in one event loop, over one state file; their engine's workers are imitated."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The state file of a server: what is kept, whose files are left alone, and what a failure leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3

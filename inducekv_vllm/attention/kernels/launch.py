@@ -1,7 +1,5 @@
 """Checks and launches the kernels. Shapes: see the package."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

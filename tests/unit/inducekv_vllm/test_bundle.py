@@ -1,7 +1,5 @@
 """The bundle file: what is written comes back, and nothing that is wrong gets in."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

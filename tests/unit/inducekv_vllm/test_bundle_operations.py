@@ -1,7 +1,5 @@
 """The next versions of bundles: entries taken and joined, another gate, other metadata."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The gate against its definition: which tokens decide, the evidence in them, and the rule."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

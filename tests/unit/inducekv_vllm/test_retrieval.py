@@ -1,7 +1,5 @@
 """Retrieval and page terms against brute force in float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

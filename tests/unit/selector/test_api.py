@@ -1,7 +1,5 @@
 """`selector.teach` and `selector.evaluate`: as the commands, with data in memory or in files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

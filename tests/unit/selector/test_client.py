@@ -1,7 +1,5 @@
 """`selector.Server`: what each call sends, which key goes with it, and what its errors name."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

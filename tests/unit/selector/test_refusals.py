@@ -1,7 +1,5 @@
 """`inducekv-select` and `selector.teach` refuse the same inputs, with the same errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

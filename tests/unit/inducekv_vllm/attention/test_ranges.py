@@ -1,7 +1,5 @@
 """Contiguous ranges by first fit, against a list of places; and how large a pool must be to never refuse a version."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Requests share slots and give them up; an unloaded bundle stays for its last request."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections import Counter

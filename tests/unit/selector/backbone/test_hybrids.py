@@ -1,7 +1,5 @@
 """Memory is taught to a hybrid's layers with attention, through layers that keep a state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`inducekv-bundle eval --gate`: its counts, decided here and by a server."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`inducekv-bundle eval`: counts by task, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

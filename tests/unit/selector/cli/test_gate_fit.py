@@ -1,7 +1,5 @@
 """`inducekv-bundle gate-fit`: another gate, and everything else as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`inducekv-bundle publish` with several servers, of which some refuse, are not there, or serve something else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`inducekv-select` by the paper's recipe: results, resumption after SIGKILL, a stream of two tasks, every refusal."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Most tests are of merged memory, which has more to go wrong: several entries a task and a calibration.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

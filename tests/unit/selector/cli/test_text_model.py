@@ -1,7 +1,5 @@
 """`inducekv-select` and `inducekv-bundle` with a text-only model, and with data that does not fit the model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The anchor store: digest-checked, whole after a kill, and with the latest anchors of each task."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from threading import Thread

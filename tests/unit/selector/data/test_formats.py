@@ -1,7 +1,5 @@
 """Task data as people have it: formats of files, layouts of rows, and what is wrong with them."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

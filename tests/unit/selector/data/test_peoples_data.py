@@ -1,7 +1,5 @@
 """Files as people have them: nothing of theirs is dropped or learned against its meaning without a word."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

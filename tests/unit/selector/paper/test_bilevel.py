@@ -1,7 +1,5 @@
 """The bilevel loop on small analytic problems: descent and collapse."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What rounding costs, against the same by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

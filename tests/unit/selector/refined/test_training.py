@@ -1,7 +1,5 @@
 """A refined step is Muon on the mean loss; a training resumes, and ends early with its best state."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings: values out of range and of the wrong kind are refused in one line."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Measures of a memory, against what they are by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Without a GPU the kernels run in Triton's interpreter, where a program takes a tenth of a second: steps are small.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
