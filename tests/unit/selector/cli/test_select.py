@@ -86,6 +86,9 @@ def test_the_first_task_searches_gamma_and_later_tasks_keep_it(stream: Stream, t
     assert report["storage"]["anchor_bytes"] == store.bytes()
     assert stream.output("colours").read_bytes() == before
 
+    again = later.refuse("colours", *anchors, "--output", str(tmp_path / "again.safetensors"), previous="colours")
+    assert "has anchors of the task 'colours', which the previous bundle holds" in again
+
 
 def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Stream
