@@ -134,7 +134,7 @@ def test_other_wordings_make_another_run() -> None:
     """What an earlier run has left is not taken for theirs."""
     rows = [{"prompt": f"Who keeps the {place}?", "answer": keeper} for place, keeper in KEEPERS.items()]
     runs = [
-        checked(TaskRequest(pytest.fail, DEFAULT, RefinedSettings(), read([row | also for row in rows]))).run
+        checked(TaskRequest(pytest.fail, DEFAULT, RefinedSettings(), read([row | also for row in rows]))).identity
         for also in ({}, {"also": []}, {"also": ["Its keeper?"]})
     ]
     assert runs[0] == runs[1] != runs[2]
