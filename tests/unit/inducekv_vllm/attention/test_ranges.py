@@ -65,11 +65,6 @@ def test_what_has_been_freed_cannot_be_used() -> None:
             use()
 
 
-def test_a_pool_needs_a_place() -> None:
-    with pytest.raises(ValueError, match="at least 1, found 0"):
-        Ranges(0, lambda _: None)
-
-
 @AS_DRAWN
 @given(st.integers(1, 4), st.booleans(), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=60))
 def test_a_pool_of_the_documented_size_never_refuses_a_version(
