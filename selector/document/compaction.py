@@ -25,9 +25,11 @@ from ..backbone.tiled_attention import attend_decoupled_tiled, attend_tiled
 from .matching import Kept, Queries, kept
 
 COMPACTING: Final = "inducekv_compacting"
-QUERIES: Final = 4096  # R, about: of more, each token keeps those of some heads
+QUERIES: Final = 4096  # R of all blocks, about: of more, each token keeps those of some heads
+LEAST_QUERIES: Final = 512  # R of a block
 MOVES: Final = 160  # of kept keys and values, in each layer, at most
-WORK: Final = 2**25  # logits of those moves, in each layer, about: a long text has fewer of them
+WORK: Final = 2**25  # logits of those moves, in each layer, about
+LONG: Final = 1024  # tokens of a text, whose reading takes the time of half of that work; of a longer one more
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,12 @@ class _Compacting:
         visible = visible.expand(len(query), -1, -1)
         of_parts = torch.tensor([len(part.references) for part in self._parts]).cumsum(0)[:-1].tolist()
         seen = list(zip(*(each.tensor_split(of_parts) for each in (query, key, value, visible)), strict=True))
-        asked = [
-            _queries(*each, real, scaling) for each, real in zip(seen, self._real.tensor_split(of_parts), strict=True)
-        ]
+        most = max(LEAST_QUERIES, QUERIES // len(self._parts))
+        reals = self._real.tensor_split(of_parts)
+        asked = [_queries(*each, real, scaling, most) for each, real in zip(seen, reals, strict=True)]
         logits = sum(each.own_mass.numel() * part.kept for each, part in zip(asked, self._parts, strict=True))
-        moves = min(MOVES, WORK // logits + 1)
+        tokens = sum(part.memory.payload_keys.shape[3] for part in self._parts)
+        moves = min(MOVES, WORK * LONG // (logits * (LONG + tokens)) + 1)
         outputs, found = list[Tensor](), list[Kept]()
         for part, queries, of_part in zip(self._parts, asked, seen, strict=True):
             keys, values = (
@@ -125,11 +128,13 @@ class _Compacting:
         return torch.cat(outputs)
 
 
-def _queries(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, real: Tensor, scaling: float) -> Queries:
-    """Of the KV heads, and what they see of their own requests."""
+def _queries(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, real: Tensor, scaling: float, most: int
+) -> Queries:
+    """Of the KV heads, about so many of each, and what they see of their own requests."""
     n, H, T, D = query.shape
     J = key.shape[1]
-    one_in = max(1, round(int(real.sum()) * H // J / QUERIES))
+    one_in = max(1, round(int(real.sum()) * H // J / most))
     heads, tokens = torch.arange(H // J), torch.arange(T)
     g, t = ((heads[:, None] + tokens) % one_in == 0).nonzero(as_tuple=True)  # [r] and [r]
     grouped = (query.float() * scaling).view(n, J, H // J, T, D)[:, :, g, t]  # [n, J, r, D]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 LEAST_BIAS, MOST_BIAS = -6.0, 8.0  # of a key: the logarithm of how many keys it stands for
-ROUNDS: Final = 64  # of a pursuit, at most: later ones take several keys at once
+ROUNDS: Final = 24  # of a pursuit, at most: later ones take several keys at once
 STEPS: Final = 100  # of projected gradients
 RIDGE: Final = 1e-3  # of the mean square of a column
 HELD_OUT: Final = 5  # one query in so many tells what was lost, and is not fitted
@@ -42,9 +42,8 @@ class Queries:
 
     def shares(self, keys: Tensor) -> Tensor:
         """[J, R, N]: what these keys get of one softmax over them and the request's own."""
-        logits = self.queries @ keys.mT
-        total = torch.logaddexp(logits.logsumexp(dim=-1), self.own_mass)
-        return logits.sub_(total[..., None]).exp_()
+        logits = torch.cat([self.queries @ keys.mT, self.own_mass[..., None]], dim=-1)
+        return logits.softmax(dim=-1)[..., :-1]
 
     def own(self, share: Tensor) -> Tensor:
         """[J, R, V]: what the request's own tokens add to the output, beside keys with these shares [J, R, N]."""
