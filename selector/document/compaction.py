@@ -26,7 +26,7 @@ from .matching import Kept, Queries, kept
 
 COMPACTING: Final = "inducekv_compacting"
 QUERIES: Final = 4096  # R of all blocks, about: of more, each token keeps those of some heads
-LEAST_QUERIES: Final = 512  # R of a block
+LEAST_QUERIES: Final = 1024  # R of a block
 MOVES: Final = 160  # of kept keys and values, in each layer, at most
 WORK: Final = 2**25  # logits of those moves, in each layer, about
 LONG: Final = 1024  # tokens of a text, whose reading takes the time of half of that work; of a longer one more

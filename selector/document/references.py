@@ -25,7 +25,7 @@ AROUND: Final = 5  # tokens that a chat template puts around what is said, about
 
 
 def references(backbone: Backbone, text: str, most: int) -> list[Tensor]:
-    """The tokens of each conversation, [T] int64: about all of the text, or about so much that they are at most `most`.
+    """The tokens of each conversation, [T] int64: all of the text is repeated, `most` tokens or so ask about it.
 
     What repeats and what asks is not in one conversation: there it could be read off what was said before.
     """
@@ -33,15 +33,16 @@ def references(backbone: Backbone, text: str, most: int) -> list[Tensor]:
     def count(text: str) -> int:
         return len(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def tokens(turns: Sequence[tuple[str, str]]) -> int:
+        return sum(count(said) + AROUND for turn in turns for said in turn)
+
     repeated = [(repeat(part), part) for part in chunks_of(text, count, PART)]
     asked = [(about(sentence), sentence) for sentence in sentences_of(text)]
-    tokens = [sum(count(said) + AROUND for turn in turns for said in turn) for turns in (repeated, asked)]
+    asked = spread(asked, max(1, len(asked) * most // max(1, tokens(asked))))
     found = list[Tensor]()
-    for turns, of_turns in zip((repeated, asked), tokens, strict=True):
-        share = min(1.0, most / sum(tokens))
-        chosen = spread(turns, max(1, int(share * len(turns))))
-        conversations = math.ceil(share * of_turns / CONVERSATION)
-        found += [_tokens(backbone, chosen[start::conversations]) for start in range(conversations)]
+    for turns in (repeated, asked):
+        conversations = math.ceil(tokens(turns) / CONVERSATION)
+        found += [_tokens(backbone, turns[start::conversations]) for start in range(conversations)]
     return found
 
 

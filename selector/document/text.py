@@ -34,7 +34,7 @@ LEAST_TOKENS: Final = 128  # of a document: less is a prompt, or a fact
 READ: Final = 8192  # tokens of a reading, at most
 BLOCK: Final = 512  # tokens that are compacted together, at most
 PIECE: Final = 256  # tokens of a piece, which is asked about
-REFERENCES: Final = 1536  # tokens of references, about, of all blocks
+REFERENCES: Final = 1536  # tokens that ask about all blocks, about
 SCORED, BEGUN = 4, 32  # pieces, and tokens of each, whose log-probability tells what was lost
 
 
