@@ -107,22 +107,22 @@ class _Compacting:
         """Compact this layer's keys and values, and attend to what is left: [n, T, H, V]."""
         visible = visible.expand(len(query), -1, -1)
         of_parts = torch.tensor([len(part.references) for part in self._parts]).cumsum(0)[:-1].tolist()
-        seen = list(zip(*(each.tensor_split(of_parts) for each in (query, key, value, visible)), strict=True))
         most = max(LEAST_QUERIES, QUERIES // len(self._parts))
-        reals = self._real.tensor_split(of_parts)
-        asked = [_queries(*each, real, scaling, most) for each, real in zip(seen, reals, strict=True)]
+        split = (each.tensor_split(of_parts) for each in (query, key, value, visible, self._real))
+        own = list(zip(*split, strict=True))  # of each part
+        asked = [_queries(q, k, v, seen, real, scaling, most) for q, k, v, seen, real in own]
         logits = sum(each.own_mass.numel() * part.kept for each, part in zip(asked, self._parts, strict=True))
         tokens = sum(part.memory.payload_keys.shape[3] for part in self._parts)
         moves = min(MOVES, WORK * LONG // (logits * (LONG + tokens)) + 1)
         outputs, found = list[Tensor](), list[Kept]()
-        for part, queries, of_part in zip(self._parts, asked, seen, strict=True):
+        for part, queries, (q, k, v, seen, _) in zip(self._parts, asked, own, strict=True):
             keys, values = (
                 each[layer, 0].to(query.device) for each in (part.memory.payload_keys, part.memory.payload_values)
             )
             with torch.autocast(query.device.type, enabled=False):
                 found.append(kept(queries, keys, values, part.kept, moves))
             left = memory_of(found[-1].keys[None], found[-1].values[None], any_memory.retrieval_keys.shape[1])
-            outputs.append(attend_tiled(*of_part, scaling, left, _terms(left, len(of_part[0])), 0))
+            outputs.append(attend_tiled(q, k, v, seen, scaling, left, _terms(left, len(q)), 0))
         keys, values = (torch.cat([getattr(each, name) for each in found], dim=1) for name in ("keys", "values"))
         self.found.append((keys, values, torch.stack([each.lost for each in found]).mean(dim=0)))
         return torch.cat(outputs)
