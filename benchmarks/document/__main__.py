@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from statistics import fmean
 from typing import Any, Final
 
@@ -106,7 +105,6 @@ class Compared:
             "tokens": self.text.tokens,
             "questions": len(self.asked),
             "threads": torch.get_num_threads(),
-            "peak_gb": getrusage(RUSAGE_SELF).ru_maxrss / 1e6,
             "rows": rows,
         }
 
