@@ -4,8 +4,6 @@ Where another one comes first on `sys.path`, the command could not be imported, 
 cannot be. So the command itself has a name that nobody else has.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """InduceKV for vLLM: fixed-footprint continual adaptation with an external memory of key/value blocks."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from .errors import (

@@ -9,8 +9,6 @@ into the environment, which installs an import hook at interpreter start. The ho
 imported, and does nothing on a CUDA torch.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import sys

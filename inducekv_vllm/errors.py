@@ -5,7 +5,10 @@ They derive from `ValueError`, so callers that only know vLLM or the standard li
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MAX_MESSAGE: Final = 2000  # characters; what is longer quotes bad input at length
 
@@ -23,6 +26,15 @@ class InduceKVError(ValueError):
 
 def _printable(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def problems_in(error: ValidationError) -> str:
+    """What is wrong with settings, in pydantic's words: of each where, what is expected and what was found."""
+    found = [
+        (".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, "), each["input"])
+        for each in error.errors()
+    ]
+    return "; ".join(f"{place}: {said} (found {value!r})" if place else said for place, said, value in found)
 
 
 class BundleError(InduceKVError):

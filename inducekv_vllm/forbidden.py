@@ -1,7 +1,5 @@
 """What in a request forbids the answer of a fact."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

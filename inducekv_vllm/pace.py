@@ -1,66 +1,44 @@
-"""Background work that leaves most of each core to the requests that run, and how others wait for its end.
+"""Background work that leaves the cores to the requests that run, and how others wait for its end.
 
-On a CPU, loads and steps share the cores. Work that is done in one go holds a step up for as long as the scheduler lets
-it; in small pieces with rests between them, a step is late by a piece or two. What takes two pieces is done in one go.
+On a CPU, loads and steps share the cores and Python's lock. What is done in one go holds a step up for as long as the
+scheduler lets it; in small pieces, each of which lets requests go first, a step is late by a piece.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-SHARE = 0.25  # of a core that the work takes while requests run
-PIECE_S = 0.001  # CPU time of a piece
-UNPACED_S = 0.002  # CPU time before the first rest: a copy in host memory is loaded within it
-LEAST_DELAY_S, LONGEST_DELAY_S = 0.002, 0.02
-
-
-@dataclass
-class _Pace:
-    is_busy: Callable[[], bool]
-    began: float  # the running piece, in CPU time of the thread
-    paced_from: float  # likewise, the first rest
+POLL_S = 0.02  # how often the workers are asked whether they have done it: each question holds the next step up
 
 
 class _Thread(threading.local):
-    pace: _Pace | None = None
+    let_go_first: Callable[[], float] | None = None
+    until = 0.0  # in CPU time of the thread: when it is called again
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def beside_requests(is_busy: Callable[[], bool]) -> Iterator[None]:
-    """Within this context the calling thread rests at each `rest`, if `is_busy` says that requests run.
+def beside_requests(let_go_first: Callable[[], float]) -> Iterator[None]:
+    """Within this context the calling thread lets requests go first at each `rest`.
 
-    Not in the first milliseconds (`UNPACED_S`).
+    Args:
+        let_go_first: waits while requests need the cores, but not for long; returns for how much CPU time, in seconds,
+            the thread goes on beside them before it is called again.
     """
-    now = time.thread_time()
-    _thread.pace = _Pace(is_busy, now, now + UNPACED_S)
+    _thread.let_go_first = let_go_first
     try:
         yield
     finally:
-        _thread.pace = None
+        _thread.let_go_first, _thread.until = None, 0.0
 
 
 def rest() -> None:
     """Call it between small pieces of work. Outside of `beside_requests` it does nothing."""
-    pace = _thread.pace
-    if pace is None or (worked := (now := time.thread_time()) - pace.began) < PIECE_S:
-        return
-    if now >= pace.paced_from and pace.is_busy():
-        time.sleep(worked * (1 / SHARE - 1))
-    pace.began = time.thread_time()
-
-
-def poll_delays() -> Iterator[float]:
-    """Seconds to wait between questions whether the workers have done what they do in the background.
-
-    A tenth of the time since this call, so that the answer comes little later than the end of the work.
-    """
-    began = time.monotonic()
-    return (min(max(LEAST_DELAY_S, (time.monotonic() - began) / 10), LONGEST_DELAY_S) for _ in itertools.count())
+    if _thread.let_go_first is not None and time.thread_time() >= _thread.until:
+        seconds = _thread.let_go_first()
+        _thread.until = time.thread_time() + seconds

@@ -1,7 +1,5 @@
 """Registers attention backends and models. vLLM calls `register` in every process, possibly more than once."""
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError, version
 

@@ -17,8 +17,6 @@ the request goes back in place. Otherwise vLLM's own preemption gives it other b
 `--scheduler-cls inducekv_vllm.scheduler.memory_scheduler` selects it.
 """
 
-from __future__ import annotations
-
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Facts added to a bundle, corrected and forgotten: the next version of it, without training."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 The tensors are the command's, to the bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

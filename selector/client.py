@@ -87,12 +87,11 @@ class Server:
     def digest(self, name: str) -> str | None:
         """What a name stands for; None for nothing."""
         try:
-            card = self.call("GET", f"memory_bundles/{_quoted(name)}")["bundle"]
+            return str(self.call("GET", f"memory_bundles/{_quoted(name)}")["digest"])
         except ServerError as error:
             if error.status == HTTPStatus.NOT_FOUND:
                 return None
             raise
-        return None if card is None else str(card["digest"])
 
     def load(
         self, name: str, path: str | Path, *, replace: bool = True, expected_digest: str | None = None

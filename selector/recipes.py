@@ -1,7 +1,5 @@
 """The recipes that there are, and the settings of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final

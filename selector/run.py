@@ -5,17 +5,15 @@
 Whatever can be refused without the model is refused by `checked`; `learn` loads it.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from inducekv_vllm.bundle import Bundle, Record
-from inducekv_vllm.errors import InduceKVError
+from inducekv_vllm.errors import ConfigError, InduceKVError
 
 from .backbone.model import Backbone
 from .data.anchors import AnchorStore, examples_digest
@@ -24,12 +22,12 @@ from .data.document import Document
 from .data.examples import Example
 from .data.repeats import distinct
 from .gate.data import NO_QUESTIONS, GateData
-from .runtime.checkpoint import Checkpoint, identity_digest
+from .runtime.checkpoint import Checkpoint
 from .runtime.files import require_output
 from .runtime.progress import note
 from .runtime.running import Callback, Run
 from .update.inputs import TaskInputs, check_answers, check_continued, divided
-from .update.outputs import KeptAnchors, sole_writer, write_outputs, write_report
+from .update.outputs import sole_writer, write_outputs, write_report
 from .update.recipe import Recipe
 from .update.result import helps, with_dates
 
@@ -43,7 +41,6 @@ class Anchors:
     earlier: Sequence[Example] = ()
     store: AnchorStore | None = None  # the earlier ones are read from there, and this task's are added
     count: int = ANCHORS_PER_TASK  # of this task
-    replace: bool = False  # whether those in the store that another run has chosen of this task give way
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,6 @@ class CheckedTask:
     request: TaskRequest
     inputs: TaskInputs
     identity: dict[str, Any]  # all that determines the result, as JSON values
-    run: str  # the run's name
 
 
 @dataclass(frozen=True)
@@ -114,13 +110,14 @@ def checked(request: TaskRequest) -> CheckedTask:
         "documents": [[document.name, document.digest] for document in request.documents],
         "previous": None if request.previous is None else request.previous.digest,
     }
-    run = identity_digest(identity)
-    anchors = _earlier_anchors(request.anchors, {example.task for example in training}, run)
+    learnt = {example.task for example in training}
+    anchors = _earlier_anchors(request.anchors, learnt)
     inputs = TaskInputs(training, validation, anchors, request.previous, others, request.documents)
     check_answers(inputs)
     check_continued(request.previous, recipe.name, recipe.continues)
     recipe.check(inputs, settings)
-    return CheckedTask(request, inputs, identity | {"anchors": examples_digest(anchors)}, run)
+    _require_new_anchors(request, learnt)
+    return CheckedTask(request, inputs, identity | {"anchors": examples_digest(anchors)})
 
 
 def learn(
@@ -145,12 +142,25 @@ def learn(
     return learned
 
 
-def _earlier_anchors(anchors: Anchors | None, learnt: Collection[str], run: str) -> Sequence[Example]:
-    """Raises ConfigError: another run has kept anchors of the task. TaskDataError: a file is damaged."""
+def _earlier_anchors(anchors: Anchors | None, learnt: Collection[str]) -> Sequence[Example]:
+    """Raises ConfigError, TaskDataError: as `AnchorStore` does."""
     if anchors is None or anchors.store is None:
         return () if anchors is None else anchors.earlier
-    anchors.store.require_new(learnt, run, replace=anchors.replace)
-    return anchors.store.read(except_run=run, except_tasks=learnt if anchors.replace else ())
+    anchors.store.require_together(learnt)
+    return anchors.store.read(except_tasks=learnt)
+
+
+def _require_new_anchors(request: TaskRequest, learnt: Set[str]) -> None:
+    """Raises ConfigError: anchors of a task would be lost that the previous memory goes on with."""
+    store = None if request.anchors is None else request.anchors.store
+    if store is None or request.previous is None:
+        return
+    stored = {name for task in store.tasks() for name in task.tasks}
+    if again := sorted(learnt & stored & set(request.previous.metadata.tasks)):
+        raise ConfigError(
+            f"{store.folder} has anchors of the task {again[0]!r}, which the previous bundle holds: give another name "
+            "(--task-name)"
+        )
 
 
 def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> Learned:
@@ -178,7 +188,7 @@ def _update_and_write(task: CheckedTask, callbacks: Sequence[Callback]) -> Learn
         return Learned("no better", result.bundle, result.report)
     anchors = _chosen_anchors(task)
     if output is not None:
-        write_outputs(output, result, _kept(task, anchors), request.settings.seed)
+        write_outputs(output, result, None if request.anchors is None else request.anchors.store, anchors)
     if checkpoint is not None:
         checkpoint.remove()
     return Learned("learned", result.bundle, result.report, anchors)
@@ -196,10 +206,3 @@ def _chosen_anchors(task: CheckedTask) -> tuple[Example, ...]:
     anchors = task.request.anchors
     chosen = () if anchors is None else choose_anchors(task.inputs.training, anchors.count, task.request.settings.seed)
     return tuple(chosen)
-
-
-def _kept(task: CheckedTask, chosen: Sequence[Example]) -> KeptAnchors | None:
-    anchors = task.request.anchors
-    if anchors is None or anchors.store is None:
-        return None
-    return KeptAnchors(anchors.store, chosen, task.run, anchors.replace)

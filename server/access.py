@@ -3,8 +3,6 @@
 Every change needs the admin key. Without one, or without an allowed folder, bundles are only loaded at start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

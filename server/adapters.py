@@ -1,7 +1,5 @@
 """The LoRA adapters of a bundle's tasks, as vLLM knows them."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bodies of requests to our routes: how large they may be, and how a large one is read beside other requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine

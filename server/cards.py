@@ -1,6 +1,4 @@
-"""What is shown of the names that a server serves. Paths and reasons are the admin's."""
-
-from __future__ import annotations
+"""What is shown of the names that a server serves. Paths are the admin's."""
 
 import contextlib
 from collections import Counter
@@ -8,17 +6,8 @@ from collections import Counter
 from inducekv_vllm.errors import UnknownBundle
 
 from .pool import Pool
-from .schemas import (
-    BundleState,
-    Change,
-    DrainingMemory,
-    MemoryBundleCard,
-    MemoryBundleDetail,
-    MemoryBundleList,
-    MemoryFailure,
-    MemoryVersion,
-)
-from .state import Attempt, ServerState, VersionRecord
+from .schemas import DrainingMemory, MemoryBundleCard, MemoryBundleList, MemoryVersion
+from .state import ServerState, VersionRecord
 
 
 def card(server_state: ServerState, pool: Pool, name: str, is_admin: bool) -> MemoryBundleCard:
@@ -60,34 +49,6 @@ def listing(server_state: ServerState, pool: Pool, is_admin: bool, after: str, l
         has_more=len(found) > limit,
         draining=[DrainingMemory(digest=v.digest, active_requests=v.leases) for v in draining],
     )
-
-
-def detail(server_state: ServerState, pool: Pool, name: str, attempt: Attempt, is_admin: bool) -> MemoryBundleDetail:
-    """What is known of a name, with the last change of it that was tried.
-
-    Raises:
-        UnknownBundle: no bundle of this name is loaded, on its way or draining, and none has failed lately.
-    """
-    left = pool.find(attempt.left_digest or "")
-    bundle = None
-    with contextlib.suppress(UnknownBundle):
-        bundle = card(server_state, pool, name, is_admin)
-    state: BundleState
-    if bundle is not None:
-        state = "ready"
-    elif attempt.loading:
-        state = "loading"
-    elif attempt.reason is not None:
-        state = "failed"
-    elif left is not None and not left.is_named:
-        state = "draining"
-    else:
-        raise UnknownBundle(f"no memory bundle {name!r:.200} is loaded")
-    failure = None
-    if attempt.change is not None and attempt.at is not None:
-        reason = attempt.reason if is_admin else None
-        failure = MemoryFailure(change=Change(attempt.change), reason=reason, at=attempt.at)
-    return MemoryBundleDetail(name=name, state=state, loading=attempt.loading, failure=failure, bundle=bundle)
 
 
 def _version(record: VersionRecord, is_admin: bool) -> MemoryVersion:

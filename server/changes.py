@@ -1,7 +1,7 @@
 """How bundles change: the transaction that each change is.
 
-A change waits for its turn, is alone in all API processes while it runs, and ends in time. It is shown while it waits
-and runs. It takes effect when it is recorded; a refusal is shown, logged and recorded, and changes nothing.
+A change waits for its turn, is alone in all API processes while it runs, and ends in time. It takes effect when it is
+recorded; a refusal is logged and recorded, and changes nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Final, TypeVar
 
-from inducekv_vllm.errors import InduceKVError, LoadTimeout, TooManyChanges, UnknownBundle, VersionConflict
+from inducekv_vllm.errors import InduceKVError, LoadTimeout, TooManyChanges, VersionConflict
 from inducekv_vllm.frontend.stopping import EngineStop
 from inducekv_vllm.vllm_seams.logs import logger_of
 
@@ -31,8 +30,6 @@ from .versions import Versions
 logger = logger_of(__name__)
 T = TypeVar("T")
 WAITING: Final = 8  # changes that may wait for the running one
-# Errors that say nothing about the bundle.
-PASSING: Final = (TooManyChanges, UnknownBundle, VersionConflict)
 
 
 class Transaction:
@@ -151,8 +148,8 @@ class Changes:
             LoadTimeout: it takes too long.
             RetryableRequestError: the server is shutting down.
         """
-        async with self._shown(change, name, who, bounded):
-            with self.metrics.change(change), self._stop.running():
+        async with self._refusals_recorded(change, name, who):
+            with self._waiting_turn(bounded), self.metrics.change(change), self._stop.running():
                 try:
                     async with asyncio.timeout(LOAD_S) as timer, self.versions.alone():
                         self._check_expected(change, name, expected_digest)
@@ -168,41 +165,27 @@ class Changes:
             raise VersionConflict(f"memory bundle {name!r}: expected digest {expected_digest:.100}, found {found}")
 
     @contextlib.asynccontextmanager
-    async def _shown(self, change: Change, name: str, who: str, bounded: bool) -> AsyncIterator[None]:
-        """A change is shown while it waits and runs; if it is refused, that is shown, logged and recorded."""
-        began, is_shown, failure = time.monotonic(), False, None
+    async def _refusals_recorded(self, change: Change, name: str, who: str) -> AsyncIterator[None]:
+        began = time.monotonic()
         try:
-            with self._waiting_turn() if bounded else contextlib.nullcontext():
-                await asyncio.to_thread(self.versions.state.attempt, name, loading=change.loads)
-                is_shown = True
-                yield
-        except BaseException as error:
-            failure = error
+            yield
+        except Exception as error:
+            reason, seconds = " ".join(str(error).split()) or repr(error), time.monotonic() - began
+            logger.warning(
+                "%s of memory bundle %.200r by %s refused after %.2f s: %.1000s", change, name, who, seconds, reason
+            )
+            await self._journal.note(
+                "refusal", change=change.value, name=f"{name:.200}", by=who, reason=f"{reason:.1000}"
+            )
             raise
-        finally:
-            reason = None if failure is None else " ".join(str(failure).split()) or repr(failure)
-            if is_shown:
-                is_of_the_bundle = isinstance(failure, InduceKVError) and not isinstance(failure, PASSING)
-                ended = partial(
-                    self.versions.state.attempted, name, loading=change.loads, change=change.value, reason=reason
-                )
-                with contextlib.suppress(InduceKVError):  # the disk is full
-                    await asyncio.to_thread(ended, says_something=failure is None or is_of_the_bundle)
-            if isinstance(failure, Exception):
-                seconds = time.monotonic() - began
-                logger.warning(
-                    "%s of memory bundle %.200r by %s refused after %.2f s: %.1000s", change, name, who, seconds, reason
-                )
-                await self._journal.note(
-                    "refusal", change=change.value, name=f"{name:.200}", by=who, reason=f"{reason:.1000}"
-                )
 
     @contextlib.contextmanager
-    def _waiting_turn(self) -> Iterator[None]:
-        if self._waiting > WAITING:
+    def _waiting_turn(self, bounded: bool) -> Iterator[None]:
+        """Raises TooManyChanges: too many wait already."""
+        if bounded and self._waiting > WAITING:
             raise TooManyChanges(f"{self._waiting} changes of bundles are under way; try again later")
-        self._waiting += 1
+        self._waiting += bounded
         try:
             yield
         finally:
-            self._waiting -= 1
+            self._waiting -= bounded

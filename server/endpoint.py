@@ -1,7 +1,5 @@
 """The endpoint plugin: routes for bundles, and the engine client with memory under every OpenAI route."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os

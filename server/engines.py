@@ -15,7 +15,7 @@ from inducekv_vllm.bundle.adapters import tensor_names
 from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from inducekv_vllm.pace import poll_delays
+from inducekv_vllm.pace import POLL_S
 from inducekv_vllm.vllm_seams.logs import logger_of
 
 from .adapters import task_adapters
@@ -93,10 +93,10 @@ class Engines:
 
     async def _is_erased_in_time(self, digest: str) -> bool:
         """Whether every rank has overwritten the memory of an unloaded bundle, within `ERASE_S`."""
-        deadline, delays = time.monotonic() + ERASE_S, poll_delays()
+        deadline = time.monotonic() + ERASE_S
         while not all(await self.client.collective_rpc("inducekv_is_erased", args=(digest,))):
             if time.monotonic() > deadline:
                 logger.warning("the memory of digest %s is not erased yet: the engine still reads it", digest)
                 return False
-            await asyncio.sleep(next(delays))
+            await asyncio.sleep(POLL_S)
         return True

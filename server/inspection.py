@@ -1,7 +1,5 @@
 """The routes that change nothing: what is loaded, what a request was answered with, and what serves here."""
 
-from __future__ import annotations
-
 import asyncio
 from http import HTTPStatus
 from typing import Annotated, Any, Final
@@ -17,8 +15,8 @@ from inducekv_vllm.bundle import FORMAT_VERSION
 from inducekv_vllm.frontend.owner import OWNER
 
 from .registry import PAGE
-from .requests import TAG, KeyToSeeMore, access_of, error_answer, errors, registry_of
-from .schemas import BundleState, JudgeState, MemoryBundleDetail, MemoryBundleList, MemoryServer, MemoryTrace
+from .requests import NOT_LOADED, TAG, KeyToSeeMore, access_of, error_answer, errors, registry_of
+from .schemas import JudgeState, MemoryBundleCard, MemoryBundleList, MemoryServer, MemoryTrace
 
 router = APIRouter(tags=[TAG])
 MODELS: Final = "/v1/models"
@@ -46,32 +44,10 @@ async def memory_bundles(
     return await asyncio.to_thread(shown, is_admin=access_of(request).is_admin(key), after=after, limit=limit)
 
 
-@router.get(
-    "/v1/memory_bundles/{name:path}",
-    summary="Show one bundle and whether it is ready",
-    response_model=MemoryBundleDetail,
-    responses=errors(
-        BAD_REQUEST="`state` is none of the four.",
-        NOT_FOUND="Nothing is known of the name, or it is not in the state that was asked for.",
-    ),
-)
-async def memory_bundle(
-    name: Name,
-    request: Request,
-    key: KeyToSeeMore = None,
-    state: Annotated[
-        BundleState | None,
-        Query(description="Answer 404 unless the bundle is in this state: a probe asks for `ready`."),
-    ] = None,
-) -> Any:
-    """The bundle behind a name, with its state, and why the last change of the name failed, if it did.
-
-    The admin also sees paths and reasons.
-    """
-    detail = await registry_of(request).detail(name, is_admin=access_of(request).is_admin(key))
-    if state is not None and state != detail.state:
-        return error_answer(f"memory bundle {name!r:.200} is {detail.state}, not {state}", HTTPStatus.NOT_FOUND)
-    return detail
+@router.get("/v1/memory_bundles/{name:path}", summary="Show one bundle", responses=NOT_LOADED)
+async def memory_bundle(name: Name, request: Request, key: KeyToSeeMore = None) -> MemoryBundleCard:
+    """The bundle behind a name. The admin also sees paths."""
+    return await asyncio.to_thread(registry_of(request).card, name, is_admin=access_of(request).is_admin(key))
 
 
 @router.get(

@@ -4,8 +4,6 @@ The state has it (`state.py`): answers and events in the audit chain, traces, an
 decisions, for the page, are kept in memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

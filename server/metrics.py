@@ -5,8 +5,6 @@ The names that are asked for the most have series of their own; all others share
 `inducekv_vllm/frontend/observation.py` has those of the requests.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping

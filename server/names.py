@@ -4,8 +4,6 @@ The state has the names (`state/`). vLLM's table of adapters finds them there, s
 request may ask for one version: the model "NAME@DIGEST" is the bundle NAME, while it stands for that content.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, Final

@@ -3,8 +3,6 @@
 It needs no assets from elsewhere.
 """
 
-from __future__ import annotations
-
 import secrets
 from http import HTTPStatus
 from pathlib import Path

@@ -11,8 +11,6 @@ they share (`state/`); none of them is special once the server has started:
 - A version that no name stands for any more drains: the process whose request is the last to use it releases it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -36,7 +34,7 @@ from inducekv_vllm.vllm_seams.logs import logger_of
 from .access import Access
 from .adapters import task_adapters
 from .bringing import Bringing, NotBrought
-from .cards import card, detail, listing
+from .cards import card, listing
 from .changes import Changes
 from .engines import Engines
 from .journal import Journal
@@ -45,7 +43,7 @@ from .names import Names
 from .reader import BundleReader, Teaching
 from .resolvers import resolver_of
 from .resolving import Resolving
-from .schemas import Change, ForgottenVersions, MemoryBundleCard, MemoryBundleDetail, MemoryBundleList
+from .schemas import Change, ForgottenVersions, MemoryBundleCard, MemoryBundleList
 from .state import ServerState, StateError
 from .versions import POLL_S, Versions, unpinned
 
@@ -169,7 +167,7 @@ class BundleRegistry:
                 source = await asyncio.to_thread(access.inside, path, f"bundle {name!r}")
             checked = await self._reader.read(name, source, access)
             await made.serve(checked, source, keep=self._config.keep_versions, pin=pin)
-            return self._card(name)
+            return self.card(name)
 
     async def rollback(
         self, name: str, *, digest: str | None = None, expected_digest: str | None = None, who: str = START
@@ -186,7 +184,7 @@ class BundleRegistry:
                 raise ConfigError(f"memory bundle {name!r} has no earlier version; kept are: none")
             async with self._reader.version(earlier[0]) as checked:
                 await made.serve(checked, earlier[0].source, keep=self._config.keep_versions)
-            return self._card(name)
+            return self.card(name)
 
     async def forget(
         self, name: str, *, digest: str | None = None, expected_digest: str | None = None, who: str = START
@@ -230,7 +228,7 @@ class BundleRegistry:
             served = self.state.records(name)[0] if name in self._names else None
             async with self._reader.changed(served, teach) as changed:
                 await made.serve(changed.checked, TAUGHT, keep=self._config.keep_versions)
-            return ChangedFacts(self._card(name), changed.report)
+            return ChangedFacts(self.card(name), changed.report)
 
     async def unload(self, name: str, *, expected_digest: str | None = None, who: str = START) -> str:
         """Remove a name with its versions and return its digest; running requests keep the version until they end.
@@ -281,8 +279,9 @@ class BundleRegistry:
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    def _card(self, name: str) -> MemoryBundleCard:
-        return card(self.state, self.versions.pool, name, is_admin=True)
+    def card(self, name: str, *, is_admin: bool = True) -> MemoryBundleCard:
+        """Raises UnknownBundle: no bundle of this name is loaded."""
+        return card(self.state, self.versions.pool, name, is_admin)
 
     def shown(self, *, is_admin: bool = False, after: str = "", limit: int = PAGE) -> MemoryBundleList:
         """The next names after one, in alphabetical order; requests are those of this API process."""
@@ -291,8 +290,3 @@ class BundleRegistry:
     def memory(self, name: str) -> ServedBundle:
         """What a name stands for, resident or not; any thread may ask. Raises UnknownBundle: no bundle of this name."""
         return self.state.known(name).memory
-
-    async def detail(self, name: str, *, is_admin: bool = False) -> MemoryBundleDetail:
-        """What is known of a name. Raises UnknownBundle: nothing."""
-        attempt = await asyncio.to_thread(self.state.attempt_of, name)
-        return detail(self.state, self.versions.pool, name, attempt, is_admin)

@@ -1,7 +1,5 @@
 """What our routes share: who asks, what they ask, and how an error is answered."""
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 

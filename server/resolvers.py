@@ -5,8 +5,6 @@ A folder, or whatever fsspec reads (`s3://`, `gs://`, `hf://`, by their own pack
 scheme of its URIs, is called with the URI and returns a `MemoryResolver`.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import entry_points
 from pathlib import Path

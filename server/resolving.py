@@ -8,8 +8,6 @@
 - Requests for one name share a look.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

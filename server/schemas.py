@@ -3,8 +3,6 @@
 What a schema says of lengths and patterns is checked where the value is used, with an error that names what was found.
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self
@@ -37,13 +35,7 @@ class Change(StrEnum):
         """Whether it may make the first version of a name."""
         return self in (Change.LOAD, Change.TEACH)
 
-    @property
-    def loads(self) -> bool:
-        """Whether a bundle is on its way to the workers meanwhile."""
-        return self not in (Change.UNLOAD, Change.FORGET)
 
-
-BundleState = Literal["loading", "ready", "draining", "failed"]
 BundleName = Annotated[
     str,
     Field(
@@ -261,7 +253,7 @@ class MemoryVersion(BaseModel):
 
 
 class MemoryBundleCard(BaseModel):
-    """One served name and the bundle behind it."""
+    """One served name and the bundle behind it: the response of GET /v1/memory_bundles/{name}."""
 
     object: Literal["memory_bundle"] = "memory_bundle"
     name: BundleName
@@ -277,28 +269,6 @@ class MemoryBundleCard(BaseModel):
     pinned: bool = Field(description="Whether what the name stands for stays in the pool.")
     active_requests: int = Field(description="Requests on this version, under any of its names.")
     versions: list[MemoryVersion] = Field(description="The versions that are kept of the name, the served one first.")
-
-
-class MemoryFailure(BaseModel):
-    """A change that was refused or has failed."""
-
-    change: Change = Field(description="What was asked for.", examples=["load"])
-    reason: str | None = Field(description="What was wrong; shown to the admin only.")
-    at: datetime = Field(description="When.")
-
-
-class MemoryBundleDetail(BaseModel):
-    """Response of GET /v1/memory_bundles/{name}."""
-
-    object: Literal["memory_bundle.detail"] = "memory_bundle.detail"
-    name: BundleName
-    state: BundleState = Field(
-        description="`ready`: requests are answered with it. `loading`: it is on its way. `failed`: the last load has "
-        "failed, and none is served. `draining`: it was unloaded, and requests that began before still run."
-    )
-    loading: bool = Field(description="Whether a load or a rollback of the name is under way, also while it is ready.")
-    failure: MemoryFailure | None = Field(description="The last change of the name, if it failed.")
-    bundle: MemoryBundleCard | None = Field(description="What the name stands for; null unless it is ready.")
 
 
 class DrainingMemory(BaseModel):

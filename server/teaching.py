@@ -1,7 +1,5 @@
 """The routes that teach a bundle facts, list them, correct and forget them: no training, beside running requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ What is in the pool is known to all processes by the state (`state.py`), and to 
 follows the state before each request and five times a second. A change of it, by whichever process, is alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

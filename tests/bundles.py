@@ -1,7 +1,5 @@
 """Small bundles of random content for tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pictures for tests that tell pictures from each other."""
 
-from __future__ import annotations
-
 import numpy as np
 from PIL import Image
 

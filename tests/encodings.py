@@ -1,7 +1,5 @@
 """One picture in every mode and format that Pillow writes: what people and programs save."""
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Iterator

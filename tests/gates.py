@@ -1,7 +1,5 @@
 """Relevance gates for tests: fits that are small enough, and bundles of random entries behind a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 `make test PYTEST_ARGS="-p tests.groups"` records the seconds anew.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from functools import cache

@@ -3,8 +3,6 @@
 No code here is the product's: positions, rotations and caches are those of the libraries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

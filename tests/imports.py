@@ -1,7 +1,5 @@
 """Imports, read from the source: nothing is imported for it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

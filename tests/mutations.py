@@ -1,7 +1,5 @@
 """Files that are damaged at random."""
 
-from __future__ import annotations
-
 from random import Random
 
 

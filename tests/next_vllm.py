@@ -4,8 +4,6 @@ Its Python code is that of the wheel for GPUs, and what is compiled that of the 
 on PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The documentation as its tests read it: pages, their blocks, tables and commands, and what a command's help lists."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Checkpoints with quantised weights, as the tools that make them write them, and the floats that they stand for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a server must answer, computed by `selector.backbone`, which shares no attention code with the plugin."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """How pytest-xdist shares the tests out. Imported where it is used: a machine with a GPU may lack it."""
 
-from __future__ import annotations
-
 from xdist.scheduler import LoadFileScheduling
 
 from tests.groups import group_of

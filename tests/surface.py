@@ -4,8 +4,6 @@ A flag of the server and the key of its configuration that it stands for count o
 API have by themselves does not count.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

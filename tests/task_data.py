@@ -1,7 +1,5 @@
 """Task data for tests: lines of a file, and the file with its pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small encoders with random weights, in folders: classifiers of pairs, and encoders of sentences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

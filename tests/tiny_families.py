@@ -1,7 +1,5 @@
 """A tiny random model of every family that docs/models.md calls tested: see `tests.tiny_models`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tiny random hybrids: one layer in four has attention, the others keep a state."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

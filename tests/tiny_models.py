@@ -6,8 +6,6 @@ The weights are wide enough that outputs differ between inputs and attention is 
 on a model with uniform logits would pass on wrong code.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A plugin for pytest (`make test-fast`): an import of vLLM fails, and the longest files are left to `make test`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -36,6 +36,7 @@ from .run import ENVIRONMENT, LIMITS, SERVER
 
 TOKENS = 48  # of an answer that is timed
 PROBES = 8  # answers in a round, for each server and kind of round
+SPIN_S = 1.5  # vLLM's processes spin for a second after their last step: those of the other server are to be still
 
 
 def main() -> int:
@@ -88,12 +89,11 @@ async def measure(
         for number in range(args.rounds):
             order = list(clients) if number % 2 else list(reversed(clients))
             found: dict[str, dict[str, dict[str, float]]] = {"quiet": {}, "busy": {}}
-            for name in order:
-                found["quiet"][name] = await probes(clients[name], probed)
-            for name in order:
-                traffic = asking(clients[name], beside[name], args.rate)
-                async with meanwhile(traffic):
-                    found["busy"][name] = await probes(clients[name], probed)
+            for kind, name in itertools.product(found, order):
+                await asyncio.sleep(SPIN_S)
+                traffic = [asking(clients[name], beside[name], args.rate)] if kind == "busy" else []
+                async with meanwhile(*traffic):
+                    found[kind][name] = await probes(clients[name], probed)
             rounds.append(found)
     return rounds
 

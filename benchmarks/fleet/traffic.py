@@ -97,8 +97,7 @@ class Fleet:
 
     async def is_resident(self, name: str) -> bool:
         found = await self.client.get(f"/v1/memory_bundles/{name}")
-        bundle = found.json()["bundle"] if found.status_code == 200 else None  # None: its first load is under way
-        return bundle is not None and bool(bundle["is_resident"])
+        return found.status_code == 200 and bool(found.json()["is_resident"])
 
     async def watch(self) -> None:
         """Note once a second how many of the busy names are in the pool, until cancelled."""

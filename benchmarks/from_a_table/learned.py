@@ -108,7 +108,7 @@ def by_retrieval(rows: Rows, out: Path) -> Artifact:
     neighbours = neighbours.after(question_keys(backbone, training, "early"))
     neighbours.write(out / KEYS)
     store = AnchorStore(out / EXEMPLARS)
-    store.append(training, run=training[0].task, seed=0)
+    store.append(training)
     stored = neighbours.stored_bytes + sum(map(content_bytes, store.read()))
     return Artifact("exemplars", EXEMPLARS, stored)
 

@@ -231,7 +231,7 @@ def build(
         self_output=normal(case.rows, g.heads, g.value_size),
         self_lse=lse,
     )
-    launch.check(workload.pools[0], tables, g.heads)
+    launch.check(workload.pools[0], g.heads)
     return workload
 
 

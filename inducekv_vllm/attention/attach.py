@@ -5,8 +5,6 @@ self-attention. A backend of our own would have to be written for each of vLLM's
 finished implementation to a subclass of its own one, which works for any backend and for those of plugins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Shapes: see the package.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -8,8 +8,6 @@ it works with every backend and every kind of self-attention: sliding window, si
 Shapes: see the package.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -87,7 +87,7 @@ class KernelMemoryAttention:
         )
         try:
             for layer_pool in self._layers:
-                launch.check(layer_pool, tables.slots, self._num_heads)
+                launch.check(layer_pool, self._num_heads)
         except ValueError as error:
             raise UnsupportedModel(f"InduceKV cannot serve memory: {error}") from error
         self._graphs: GraphBuffers  # from `attach` on

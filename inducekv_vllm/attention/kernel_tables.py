@@ -6,8 +6,6 @@ equal terms. So their size is that of the slots times `most_entries`, whatever t
 Shapes: see the package; N slots, k entries of a slot.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

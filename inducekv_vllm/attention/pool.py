@@ -10,8 +10,6 @@ begins at a multiple of G: the inner halves of maps lie among the keys, their ou
 Shapes: see the package; P tokens of the pool, B entries of m tokens, r rank of a map, V size of a head's values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ RoPE rotates pairs of numbers. Llama 4's checkpoint has the two of a pair side b
 the first numbers of all pairs come first.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

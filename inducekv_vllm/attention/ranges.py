@@ -51,8 +51,6 @@ class Ranges:
 
     def __init__(self, capacity: int, erase: Callable[[range], None]) -> None:
         """`erase` overwrites places before they are free again."""
-        if capacity < 1:
-            raise ValueError(f"a pool needs a capacity of at least 1, found {capacity}")
         self.lock = threading.Lock()
         self.capacity = capacity
         self._regions: list[Region] = []  # in the order of their places

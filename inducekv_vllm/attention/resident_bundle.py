@@ -3,8 +3,6 @@
 Shapes: see the package; B entries of m tokens and r rows of a map.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -177,8 +177,6 @@ class Slots:
         Args:
             fill: is called with what a slot reads, once its requests are about to run and the slot has something else.
         """
-        if capacity < 1:
-            raise ValueError(f"slots need a capacity of at least 1, found {capacity}")
         self.capacity = capacity
         self._fill = fill
         self._empty = list(range(capacity, NO_MEMORY, -1))

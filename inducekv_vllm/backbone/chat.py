@@ -5,8 +5,6 @@ text parts of a message by line breaks if it takes a string, after the marks of 
 be the same here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

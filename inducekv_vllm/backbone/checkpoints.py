@@ -1,7 +1,5 @@
 """Which kind of model a checkpoint holds, and which checkpoints cannot have a memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal

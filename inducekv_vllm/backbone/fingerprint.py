@@ -4,8 +4,6 @@ The selector stores it in a bundle; the server computes it again and compares. O
 read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shapes: B entries, m payload tokens, L layers, J KV heads, D head size, V size of a head's values, d hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ Each pair of questions is asked in both directions. The smaller odds have `SMALL
 A pair that one direction refuses by `MARGIN` is not asked in the other. The odds are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 

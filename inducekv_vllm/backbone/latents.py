@@ -3,8 +3,6 @@
 A memory token is the same: a key [latent ; part that RoPE rotates], and a value, which is a latent alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -5,8 +5,6 @@ A text's vector is the mean of the encoder's last hidden states over its tokens,
 Shapes: n texts, N stored questions, T tokens, d features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock

@@ -7,8 +7,6 @@ earlier one has no memory either.
 Everywhere else a layer's number is its place among these: in a bundle's tensors, in the pool, in a gate's layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final

@@ -5,8 +5,6 @@ It may have one output, the log-odds that two questions are one, or two, of whic
 Shapes: n pairs, c outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Placeholder tokens, which a prompt holds in place of images, videos and audio."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..models import IMAGE_TOKENS

@@ -4,8 +4,6 @@ Weights that are quantised are as fixed as others: memory belongs to the functio
 checkpoint's weights tells it from the one it was made from. The selector computes with the floats that they stand for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final

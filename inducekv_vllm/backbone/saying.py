@@ -7,8 +7,6 @@ it does from a token that is ruled out.
 Shapes: V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """How a chat template marks the turns of a user, found by writing conversations with it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final

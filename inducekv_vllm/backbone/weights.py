@@ -5,8 +5,6 @@ divided into files. Training moves all of a tensor; a change of single numbers m
 is the same for the selector and for a server, on every platform.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

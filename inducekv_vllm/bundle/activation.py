@@ -3,8 +3,6 @@
 K and V of the positions before it are the untouched model's, so the prefix cache shares them with every other request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """LoRA adapters on disk, as PEFT writes them: what a bundle records of one, and whether it is still the same."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator, Mapping

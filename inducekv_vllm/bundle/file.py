@@ -4,8 +4,6 @@ The entry is the JSON of `BundleMetadata` and of the signature: one entry, becau
 order. Reading never executes or unpickles anything, and `read_bundle` checks all content before use.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ served model. Payloads and maps may reach the square root of its largest number,
 float32 and bfloat16 their product leaves room for what follows. Float16 has little room; there it may still overflow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

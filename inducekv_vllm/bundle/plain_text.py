@@ -1,7 +1,5 @@
 """What a question or an answer may not hold, in whatever way it is taught."""
 
-from __future__ import annotations
-
 from typing import Final
 
 PICTURE_MARK: Final = "<image>"  # where a picture stands in task data, and in the prompts of many models

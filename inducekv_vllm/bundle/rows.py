@@ -1,7 +1,5 @@
 """What a bundle takes of a pool, which lies in rows of G tokens: its entries, then their maps."""
 
-from __future__ import annotations
-
 from .metadata import BundleMetadata
 
 

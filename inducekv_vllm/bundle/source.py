@@ -1,7 +1,5 @@
 """What tells one training example from another."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

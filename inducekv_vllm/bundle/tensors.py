@@ -216,7 +216,7 @@ class Bundle:
             fields: of `BundleMetadata`, by their names; what tensors and gate tell is added.
 
         Raises:
-            BundleError: the parts are inconsistent or out of range (see `check_bundle`).
+            BundleError: the parts are inconsistent or out of range.
         """
         try:
             fields["settings"] = json.loads(json.dumps(fields["settings"], allow_nan=False))
@@ -287,7 +287,7 @@ class Bundle:
         Raises:
             BundleError: they do not fit the bundle.
         """
-        return _changed(self, {"parent_digest": self.digest, **changes})
+        return with_metadata(self, **{"parent_digest": self.digest, **changes})
 
     def take(self, rows: Sequence[int], **changes: Any) -> Bundle:
         """The next version with these entries alone, in this order.
@@ -375,17 +375,12 @@ def require_backbone(metadata: BundleMetadata, served: BackboneFingerprint, name
         raise FingerprintMismatch(f"{name} was made for another backbone: " + "; ".join(differences))
 
 
-def with_metadata(bundle: Bundle, **changed: Any) -> Bundle:
-    """A bundle of the same tensors with other fields of `BundleMetadata`; it has another digest, and is not signed.
+def with_metadata(bundle: Bundle, **changes: Any) -> Bundle:
+    """A bundle with other fields of `BundleMetadata`, or other tensors; it has another digest, and is not signed.
 
     Raises:
         BundleError: they do not fit the bundle.
     """
-    return _changed(bundle, changed)
-
-
-def _changed(bundle: Bundle, changes: Mapping[str, Any]) -> Bundle:
-    """With other tensors, another gate, or other metadata. Raises BundleError: they do not fit the bundle."""
     of_metadata = {name: value for name, value in changes.items() if name in BundleMetadata.model_fields}
     others = {name: value for name, value in changes.items() if name not in of_metadata}
     if "gate" in of_metadata:
@@ -478,16 +473,6 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
         **gate,
         **maps,
     }
-
-
-def check_bundle(bundle: Bundle, name: str) -> None:
-    """Check that a bundle is valid; error messages begin with `name`.
-
-    Raises:
-        BundleError: names the first problem.
-    """
-    check_structure(bundle, name)
-    check_values(bundle, name)
 
 
 def check_structure(bundle: Bundle, name: str) -> None:

@@ -3,8 +3,6 @@
 Shapes: T tokens of an answer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

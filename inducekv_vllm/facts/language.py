@@ -4,8 +4,6 @@ A file a language in `languages/`. Stems are Snowball's [https://snowballstem.or
 the everyday requests of `selector.gate.background` (`python -m benchmarks.research.facts.common_words`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

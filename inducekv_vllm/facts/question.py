@@ -1,7 +1,5 @@
 """What a question says: what makes two wordings one question, and the words that tell it from others."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple

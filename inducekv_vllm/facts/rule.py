@@ -12,8 +12,6 @@ They are one if what makes a question is equal (`question.key_of`). They are two
 Of all others nothing is known by words: `judge.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Final

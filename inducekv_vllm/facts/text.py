@@ -1,7 +1,5 @@
 """The words of a question, as facts are found by them."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from typing import Final, NamedTuple

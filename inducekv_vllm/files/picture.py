@@ -4,8 +4,6 @@ It is the rule of vLLM 0.33. A server's vLLM reads files itself, behind the same
 (`inducekv_vllm.frontend.pictures`): what one side refuses, the other does, in the same words.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Regular files, opened: the open file is the one that is checked and used, whatever becomes of its name."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

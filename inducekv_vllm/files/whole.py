@@ -1,7 +1,5 @@
 """Files that are whole or absent, and files that one process at a time has."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob

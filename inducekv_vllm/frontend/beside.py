@@ -4,8 +4,6 @@ It begins with the facts that words have found, mostly none. Its outputs wait fo
 other, they go on; if it does, the request is begun again with it, on a prompt that lies in the prefix cache.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable

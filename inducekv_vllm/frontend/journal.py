@@ -1,7 +1,5 @@
 """What a server records of the requests that its engine client answers."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from ..protocol import Decision

@@ -4,8 +4,6 @@ An engine says one token, first in line (`scheduler.py`), with its instruction i
 a thread of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .. import errors
 from ..errors import CapacityError, InduceKVError
-from ..pace import poll_delays
+from ..pace import POLL_S
 
 
 class _Call(NamedTuple):
@@ -59,9 +59,8 @@ async def load_async(rpc: Callable[..., Awaitable[list[Any]]], path: str, digest
 def _loading(path: str, digest: str) -> Generator[_Call, list[Any], int]:
     """What the workers are asked, each time with an answer for each rank."""
     answers = yield _Call("inducekv_load_bundle", (path, digest))
-    delays = poll_delays()
     while None in answers:
-        answers = yield _Call("inducekv_load_outcome", (digest,), next(delays))
+        answers = yield _Call("inducekv_load_outcome", (digest,), POLL_S)
     if not all(answer["ok"] for answer in answers):
         raise _refusal(path, answers)
     return int(answers[0]["resident_bytes"])

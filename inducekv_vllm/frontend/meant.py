@@ -1,7 +1,5 @@
 """Which stored questions mean what a request says: found in threads beside the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Final
 from weakref import WeakKeyDictionary

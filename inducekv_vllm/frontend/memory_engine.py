@@ -6,8 +6,6 @@ which memories it has (`request.py`). Its outputs bring what was decided (`sched
 metrics, traces and the audit chain read it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence

@@ -13,8 +13,6 @@
 Shapes: N prompts, k entries retrieved.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

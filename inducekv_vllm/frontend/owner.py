@@ -1,7 +1,5 @@
 """Whose a request is: traces belong to their owner."""
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Pictures of requests: which are refused, which pixels they have, and which of a fact's they are."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache

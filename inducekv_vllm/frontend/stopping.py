@@ -11,8 +11,6 @@ these steps around it:
 3. vLLM's own shutdown, with what is left of the time-out; then step 2 again, for what came in between.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

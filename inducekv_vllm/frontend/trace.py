@@ -1,7 +1,5 @@
 """Traces: which entries and weights of which memories a request was answered with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

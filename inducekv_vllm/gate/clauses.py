@@ -7,8 +7,6 @@ more like it than the best of so many is by chance.
 A clause ends behind a punctuation mark and behind a line. The places that are counted here are words or tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise

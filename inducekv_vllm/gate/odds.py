@@ -3,8 +3,6 @@
 Shapes: K tasks that the gate was fitted to, R runs of clauses of all questions, S layers, F = J D features of a token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

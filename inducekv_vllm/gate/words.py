@@ -8,8 +8,6 @@ learned here but how common a bucket is among the questions that a gate was fitt
 Shapes: N buckets, U of them that a text has, R runs of clauses, K tasks that the gate was fitted to.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import lru_cache

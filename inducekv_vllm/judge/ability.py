@@ -1,7 +1,5 @@
 """What a model is worth as a judge, and its threshold: measured on pairs of questions that the package has."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 If transformers knows a model, its own is taken. vLLM knows DeepSeek-VL2. Importing this package imports no model.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, Final
 

@@ -1,8 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 """The settings of LLaVA-OneVision-1.5 [https://arxiv.org/abs/2509.23661], with the names of published checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict

@@ -1,7 +1,5 @@
 """LLaVA-OneVision-1.5 in vLLM, through its backend for models of transformers."""
 
-from __future__ import annotations
-
 from vllm.model_executor.models.transformers import TransformersMultiModalForCausalLM
 from vllm.model_executor.models.transformers.multimodal import (
     MultiModalDummyInputsBuilder,

@@ -5,16 +5,12 @@ Shapes: B entries in the memory, k entries retrieved, m payload tokens of an ent
 This module needs neither FAISS nor vLLM, because the bundle file format depends on it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from ..errors import ConfigError
 
 MergedWeighting = Literal["sqrt", "prior"]
 Weighting = Literal["sqrt", "prior", "uniform"]
@@ -84,27 +80,8 @@ def entry_terms(
         payload_tokens: m.
         num_entries: B.
         num_expired: of these, how many are left out as if they were not there; none is among the retrieved.
-
-    Raises:
-        ConfigError: the weighting is unknown, `remainder` is set without "sqrt", or the entries and weights do not fit
-            a memory of B entries.
     """
     entries, alpha = retrieval.entries, retrieval.weights  # [k], [k]
-    if weighting not in get_args(Weighting):
-        raise ConfigError(f"the weighting must be one of {', '.join(get_args(Weighting))}, found {weighting!r}")
-    if remainder and weighting != "sqrt":
-        raise ConfigError('the zero-logit remainder exists for the weighting "sqrt" only')
-    if payload_tokens < 1:
-        raise ConfigError(f"payload_tokens must be at least 1, found {payload_tokens}")
-    if entries.ndim != 1 or entries.shape != alpha.shape or not 1 <= len(entries) <= num_entries:
-        raise ConfigError(
-            f"expected k entries and k weights with 1 <= k <= {num_entries}, found {entries.shape} and {alpha.shape}"
-        )
-    if len(np.unique(entries)) != len(entries) or entries.min() < 0 or entries.max() >= num_entries:
-        raise ConfigError(f"entries must be distinct numbers from 0 to {num_entries - 1}")
-    if not np.isfinite(alpha).all() or (alpha < 0).any():
-        raise ConfigError("retrieval weights must be finite and not negative")
-
     if weighting == "uniform":
         ones = np.ones(len(entries), dtype=np.float32)
         return EntryTerms(entries=entries, key_scale=ones, log_weight=np.zeros_like(ones), value_scale=ones)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import ConfigError
+from ..errors import ConfigError, problems_in
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,8 +104,4 @@ class InduceKVConfig(BaseModel):
         try:
             return cls.model_validate(settings)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc'])) or 'inducekv'}: {e['msg']} (found {e['input']!r})"
-                for e in error.errors()
-            )
-            raise ConfigError(f"additional_config.inducekv: {problems}") from error
+            raise ConfigError(f"additional_config.inducekv: {problems_in(error)}") from error

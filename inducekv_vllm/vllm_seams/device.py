@@ -1,7 +1,5 @@
 """What differs between platforms: work and copies that no running step waits for, or that run beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol

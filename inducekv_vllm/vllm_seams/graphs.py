@@ -4,8 +4,6 @@ Both model runners keep them in a dict, by the shape of a batch. Here each kind 
 finds the one that was chosen. Piecewise graphs leave attention out, so one of each shape is enough.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Generic, TypeVar

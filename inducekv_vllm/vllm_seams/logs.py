@@ -1,7 +1,5 @@
 """Loggers that appear in a server's log."""
 
-from __future__ import annotations
-
 from logging import Logger
 
 from vllm.logger import init_logger

@@ -1,7 +1,5 @@
 """Attributes of vLLM's objects that are replaced: a start in which there is nothing to replace ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ The process leaves the reason in the run's folder and ends without vLLM's traceb
 With VLLM_LOGGING_LEVEL=DEBUG the tracebacks are there. Elsewhere, as in `MemoryLLM`, the error is raised as it is.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

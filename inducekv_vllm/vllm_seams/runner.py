@@ -6,8 +6,6 @@ put its requests in order, before attention metadata is built, and gives what th
 Shapes: n requests and R rows (query tokens) of a step, d hidden size.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

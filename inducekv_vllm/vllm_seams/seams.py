@@ -5,8 +5,6 @@ are read from their sources. `SEAMS` has the rest: of a callable that is overrid
 that are named or counted on, of a class what is read and set on its instances; `OPEN` ones take attributes of ours.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

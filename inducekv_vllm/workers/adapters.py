@@ -1,7 +1,5 @@
 """Which weights of a LoRA adapter vLLM uses: it leaves out those without a module, and says nothing."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

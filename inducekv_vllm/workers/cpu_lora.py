@@ -6,8 +6,6 @@ all tokens of a batch with the same adapter share one matrix product; tokens wit
 compiled model keeps vLLM's own LoRA: otherwise the adapters of one batch would become part of the compiled code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -12,8 +12,6 @@ pass outside a CUDA graph, because a replayed graph calls nothing.
 A decision that raises, whatever it raises, ends its own request with an error.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -6,8 +6,7 @@ The API process talks to a worker through the RPC methods `inducekv_*`; `protoco
 from __future__ import annotations
 
 import itertools
-import math
-import time
+import sys
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,8 @@ from .decisions import Deciding, StepDecisions
 from .prompts import PromptReader
 from .refusals import check_bundle, kind_of, served_heads
 from .requests import WorkerRequests, acting_rows
-from .resident import IDLE_WAIT_S, ResidentBundles
+from .resident import ResidentBundles
+from .steps import Steps
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 logger = logger_of(__name__)
-STEPPING_S = 0.1  # after a step the next one may follow
-PATIENCE = 0.1  # of a step, for which the next one may wait for the end of a load
+SWITCH_S = 0.0005  # so long a thread may keep Python's lock that another one waits for
 
 
 class MemoryWorker(Worker):
@@ -73,11 +72,12 @@ class MemoryWorker(Worker):
         check_engine(vllm_config)
         register(vllm_config, is_v2=bool(vllm_config.use_v2_model_runner))
         super().__init__(vllm_config, *args, **kwargs)
+        # A step that begins while a load has Python's lock gets it soon.
+        sys.setswitchinterval(SWITCH_S)
+        self.steps = Steps()
         self.resident = ResidentBundles(
-            self._read_bundle, self._store_bundle, self._is_stepping, self.settings.memory_host_bytes, self._patience
+            self._read_bundle, self._store_bundle, self.steps, self.settings.memory_host_bytes
         )
-        self._last_step = -math.inf  # when it ended; inf while it runs
-        self._step_s = 0.0  # how long it took
         self._rows: StepRows | None = None  # of the running step, once the runner has put its requests in order
         # Set when the device is known, the model is loaded, and the KV cache is there.
         self.pool: MemoryPool
@@ -200,28 +200,25 @@ class MemoryWorker(Worker):
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        began, self._last_step = time.monotonic(), math.inf
+        self.steps.begin()
         self._device.begin_step()
         self.requests.follow(scheduler_output, self._runner)
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
             if self._rows is not None:
                 self.decisions.after_pass(self._rows, self._runner.final_hidden)
+            if output is not None:  # otherwise `sample_tokens` ends the step
+                self.steps.end()
             return output
         finally:
             self._rows = None
             self.attention.end_step()
-            self._last_step = time.monotonic()
-            self._step_s = self._last_step - began
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        return self.decisions.attached(super().sample_tokens(grammar_output))
-
-    def _is_stepping(self) -> bool:
-        return time.monotonic() - self._last_step < STEPPING_S
-
-    def _patience(self) -> float:
-        return PATIENCE * self._step_s if self._is_stepping() else IDLE_WAIT_S
+        try:
+            return self.decisions.attached(super().sample_tokens(grammar_output))
+        finally:
+            self.steps.end()
 
     def _begin_step(self, rows: StepRows) -> None:
         self._rows = rows

@@ -18,9 +18,9 @@ from ..attention.ranges import Region
 from ..attention.resident_bundle import ResidentBundle
 from ..errors import BundleError
 from ..pace import beside_requests
+from .steps import Steps
 
 T = TypeVar("T")
-IDLE_WAIT_S = 0.02  # so long a load is waited for while there are no steps: it spares asking for the outcome later
 
 
 class _Leaving(NamedTuple):
@@ -47,19 +47,17 @@ class ResidentBundles:
         self,
         read: Callable[[str, str], HostBundle],
         store: Callable[[HostBundle], ResidentBundle],
-        is_busy: Callable[[], bool],
+        steps: Steps,
         host_bytes: int = 0,
-        patience: Callable[[], float] = lambda: IDLE_WAIT_S,
     ) -> None:
         """
         Args:
             read: reads the bundle at a path, and checks that it has a digest.
             store: copies it into the pool.
-            is_busy: whether there are steps that the thread should leave the cores to.
+            steps: those that the thread should leave the cores to.
             host_bytes: of what was read, so much is kept.
-            patience: seconds for which the beginning of a load may wait for its end, if it is short.
         """
-        self._read, self._store, self._is_busy, self._patience = read, store, is_busy, patience
+        self._read, self._store, self._steps = read, store, steps
         self._bundles: dict[str, Future[ResidentBundle]] = {}  # loaded, failed, or on their way
         self._host: LRUCache[str, HostBundle] = LRUCache(host_bytes, lambda each: each.nbytes)  # the thread changes it
         self._leaving: dict[str, list[_Leaving]] = {}
@@ -95,10 +93,10 @@ class ResidentBundles:
         """
         future = self._bundles.get(digest)
         if future is None or _has_failed(future):
-            is_short = digest in self._host or not self._is_busy()
+            is_short = digest in self._host or not self._steps.follow
             future = self._bundles[digest] = self._submit(self._load, path, digest)
             if is_short:
-                wait([future], self._patience())
+                wait([future], self._steps.patience)
 
     def outcome(self, digest: str) -> ResidentBundle | BaseException | None:
         """The bundle, or why it could not be loaded; None while it is loaded."""
@@ -149,7 +147,7 @@ class ResidentBundles:
         """Let the thread do it, beside the steps."""
 
         def run() -> T:
-            with beside_requests(self._is_busy):
+            with beside_requests(self._steps.go_first):
                 return work(*arguments)
 
         return self._thread.submit(run)

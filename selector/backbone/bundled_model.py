@@ -3,8 +3,6 @@
 Shapes: n questions, B entries, d hidden size, H evidence of a question for a gate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -7,8 +7,6 @@ Shapes: K inputs and N outputs of a linear layer, G groups of inputs, p numbers 
 block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path

@@ -6,8 +6,6 @@ Shapes: N examples, n of them in a batch, T prompt tokens, m payload tokens, L l
 of a head's values, d hidden size.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from inducekv_vllm.errors import ConfigError
 
 from ..data.examples import Example
 from ..runtime.progress import track
@@ -50,10 +46,8 @@ def extract(
         progress: show a progress bar on standard error.
 
     Raises:
-        ConfigError: `payload_tokens` or `batch_size` below 1.
         TaskDataError: the model's processor refuses an example.
     """
-    _require_positive("payload_tokens", payload_tokens)
     N, J, m = len(examples), backbone.num_kv_heads, payload_tokens
     retrieval_keys = _no_keys(backbone, N)
     payload_keys, payload_values = (
@@ -122,15 +116,9 @@ def _each_batch(
     work: Callable[[int, Inputs], None],
 ) -> None:
     """Call `work` with each batch and the row of its first example. Padding on the right changes nothing."""
-    _require_positive("batch_size", batch_size)
     for start in track(range(0, len(examples), batch_size), title, progress):
         batch = [backbone.encode_example(example) for example in examples[start : start + batch_size]]
         work(start, backbone.collate(batch))
-
-
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, found {value}")
 
 
 @contextlib.contextmanager

@@ -5,8 +5,6 @@ Entries and gates are read from the outputs of `k_proj` and `v_proj`. The functi
 Shapes: H query heads, J KV heads, D head size, d hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

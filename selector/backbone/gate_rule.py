@@ -3,8 +3,6 @@
 Shapes: n requests, B entries, C tasks of the gate, H evidence of a request.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import Bundle, Gate
-from inducekv_vllm.errors import ConfigError
 from inducekv_vllm.gate import GateDecision
 
 
@@ -35,15 +32,8 @@ def gated_prior(gate: Gate, entry_tasks: Sequence[str], evidence: Tensor) -> tup
         log_prior [n, B] float32, for `TensorMemory.terms`: 0 for the entries of the request's task, -inf for all
         others. The row of a request without memory is that of the nearest task with entries, so that its unused terms
         are finite.
-
-    Raises:
-        ConfigError: evidence of another shape, or an entry of a task that the gate does not have.
     """
-    if evidence.ndim != 2 or evidence.shape[1] != gate.weights.shape[1]:
-        raise ConfigError(f"expected evidence [n, {gate.weights.shape[1]}], found {list(evidence.shape)}")
     with_entries = set(entry_tasks)
-    if unknown := with_entries - set(gate.tasks):
-        raise ConfigError(f"entries of task {min(unknown)!r}, which the gate does not have")
     found = decisions(gate, evidence)
     opened = torch.tensor([decision.task in with_entries for decision in found], dtype=torch.bool)  # [n]
     margins = torch.tensor(np.array([decision.margins for decision in found]))  # [n, C]

@@ -3,8 +3,6 @@
 Shapes: n requests, T prompt tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

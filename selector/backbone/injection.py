@@ -36,7 +36,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from inducekv_vllm.bundle import Bundle
-from inducekv_vllm.errors import ConfigError, UnsupportedModel
+from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Form, Weighting
 
 ATTENTION_NAME = "inducekv"
@@ -123,14 +123,7 @@ class TensorMemory:
             query_keys: [n, d], unit norm.
             remainder: for "sqrt" only: the other entries stay in attention as tokens of logit 0 and value 0.
             log_prior: [B] or [n, B], added to the retrieval logits; -inf leaves an entry out.
-
-        Raises:
-            ConfigError: `top_k` below 1, or `remainder` with another weighting.
         """
-        if top_k is not None and top_k < 1:
-            raise ConfigError(f"top_k must be at least 1, found {top_k}")
-        if remainder and self.weighting != "sqrt":
-            raise ConfigError('the zero-logit remainder exists for the weighting "sqrt" only')
         scores = query_keys.to(self.retrieval_keys) @ self.retrieval_keys.T  # [n, B]
         logits = scores / self.temperature
         if log_prior is not None:

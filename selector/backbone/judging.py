@@ -3,8 +3,6 @@
 Shapes: n prompts, T tokens of the longest behind what they begin with alike.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from copy import deepcopy

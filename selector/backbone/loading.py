@@ -1,7 +1,5 @@
 """Load the network and the processor of a checkpoint, text-only or multimodal, and refuse what memory does not fit."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ t + p alone.
 Shapes: n sequences of T tokens, L layers, J KV heads, D and V sizes of a head's keys and values, d hidden size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: n examples of a batch, B entries, d hidden size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -127,9 +125,9 @@ class Scorer:
         """Whether tails are exact for this model, by the first example of each kind.
 
         A model that gives pictures to several layers has only tails that start after the last picture. A tail sees all
-        of what is before it, so models with sliding windows have none.
+        of what is before it, so models with sliding windows have none, and hybrids none that start late.
         """
-        if self.backbone.has_windows:
+        if self.backbone.has_windows or (self.backbone.has_states and first_active):
             return False
         kind = (first_active > 0, bool(example.images))
         if kind not in self.exact_tails:

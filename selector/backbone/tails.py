@@ -4,45 +4,32 @@ The first layer's input, which holds the encoded pictures, depends neither on a 
 memory acts late, the prefix before its first active token is the untouched model's too. Both are kept, and a step of
 training computes the tail alone: the active tokens of the prompt, and the answer.
 
-A hybrid's other layers begin with the state that they have after the prefix. Right padding changes no earlier state.
+A hybrid has tails of whole prompts alone: a state cannot go back to the end of a prefix.
 
 Shapes: n examples, P prefix tokens, t tail tokens, a answer tokens, L layers, J KV heads, D head size, d hidden size.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionLayer
 
 from inducekv_vllm.backbone.memory_layers import memory_layers
 
 from .generation import answer_logprobs, forward_with_answers, injecting
 from .injection import TensorMemory, Terms
 from .loading import decoder
-from .model import TOKEN_INPUTS, Backbone, Inputs
+from .model import Backbone, Inputs
 
 # Largest difference of log-probabilities with which a model counts as one that can be computed tail by tail: the
 # rounding of float32 sums, or some steps of the model's own dtype.
 LEAST_TOLERANCE: Final = 1e-3
 DTYPE_STEPS: Final = 32
-# Of a hybrid's tail: of larger ones so few are kept that whole prompts are computed instead.
-MAX_STATE_BYTES: Final = 2**24
-
-
-@dataclass(frozen=True)
-class State:
-    """What a layer without attention keeps of P tokens."""
-
-    convolution: Tensor  # [channels, width]
-    recurrence: Tensor | None  # None: the layer is a convolution
 
 
 @dataclass(frozen=True)
@@ -54,42 +41,10 @@ class Tail:
     hidden: Tensor  # [t, d], the first layer's input
     cos: Tensor  # [t, D], of the rotation
     sin: Tensor  # [t, D]
-    states: Mapping[int, State] = field(default_factory=dict)  # of the layers without attention, by their number
-
-    @property
-    def state_bytes(self) -> int:
-        parts = (part for state in self.states.values() for part in (state.convolution, state.recurrence))
-        return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def nbytes(self) -> int:
-        own = sum(tensor.nbytes for tensor in (self.keys, self.values, self.hidden, self.cos, self.sin))
-        return own + self.state_bytes
-
-
-class _KeptState(LinearAttentionLayer):
-    """The states that n tails begin with. Those that follow are not kept.
-
-    transformers' own layer would write them over what the backward pass needs.
-    """
-
-    def __init__(self, states: Sequence[State]) -> None:
-        super().__init__()
-        recurrences = [state.recurrence for state in states if state.recurrence is not None]
-        self._convolutions = torch.stack([state.convolution for state in states])  # [n, channels, width]
-        self.conv_states[0] = self._convolutions
-        self.recurrent_states[0] = torch.stack(recurrences) if recurrences else None
-        self.conv_kernel_size[0] = self._convolutions.shape[-1]
-        self.has_previous_state[0] = True
-        self.record_past = True  # else a step of one token is computed by another function, which writes
-
-    def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
-    ) -> Tensor:
-        return torch.cat([self._convolutions, conv_states], dim=-1)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        return recurrent_states
+        return sum(tensor.nbytes for tensor in (self.keys, self.values, self.hidden, self.cos, self.sin))
 
 
 @torch.no_grad()
@@ -98,8 +53,6 @@ def has_tails(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_a
     with torch.autocast(backbone.device.type, enabled=False):
         try:
             tail = compute_tail(backbone, prompt, answer, first_active)
-            if tail.state_bytes > MAX_STATE_BYTES:
-                return False
             (alone,) = tail_logprobs(backbone, [tail], [len(answer)])
         except (AttributeError, KeyError, TypeError):  # its layers are built in another way
             return False
@@ -111,13 +64,12 @@ def has_tails(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_a
 @torch.no_grad()
 def compute_tail(backbone: Backbone, prompt: Inputs, answer: Sequence[int], first_active: int) -> Tail:
     """The tail of one prompt with its answer, from position `first_active` on; in the model's own precision."""
-    text, has_states = backbone.model.config.get_text_config(decoder=True), backbone.has_states
-    cache, seen = DynamicCache(config=text) if has_states else DynamicCache(), dict[str, Any]()
+    cache, seen = DynamicCache(), dict[str, Any]()
 
     def keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.update(kwargs, hidden=args[0] if args else kwargs["hidden_states"])
-        if first_active == 0 or has_states:
-            raise _FirstLayerReached  # no prefix is needed, or one that ends before memory acts
+        if first_active == 0:
+            raise _FirstLayerReached  # no prefix is needed
 
     handle = decoder(backbone.model).layers[0].register_forward_pre_hook(keep, with_kwargs=True)
     try:
@@ -130,11 +82,7 @@ def compute_tail(backbone: Backbone, prompt: Inputs, answer: Sequence[int], firs
     hidden: Tensor
     hidden, cos, sin = (part[0, first_active:].clone() for part in (seen["hidden"], *seen["position_embeddings"]))
 
-    if has_states and first_active:
-        before = {name: each[:, :first_active] if name in TOKEN_INPUTS else each for name, each in prompt.items()}
-        with torch.autocast(backbone.device.type, enabled=False):
-            backbone.model(**before, past_key_values=cache, use_cache=True)
-    numbers = memory_layers(text)
+    numbers = memory_layers(backbone.model.config.get_text_config(decoder=True))
 
     def prefix(name: str) -> Tensor:
         if first_active == 0:
@@ -142,14 +90,7 @@ def compute_tail(backbone: Backbone, prompt: Inputs, answer: Sequence[int], firs
         layers = [cache.layers[number] for number in numbers]
         return torch.stack([getattr(layer, name)[0, :, :first_active].transpose(0, 1) for layer in layers])
 
-    others = sorted(set(range(len(cache.layers))) - set(numbers)) if first_active else ()
-    states = {number: _state(cache.layers[number]) for number in others}
-    return Tail(prefix("keys"), prefix("values"), hidden, cos, sin, states)
-
-
-def _state(layer: Any) -> State:
-    recurrence = layer.recurrent_states[0]
-    return State(layer.conv_states[0][0].clone(), None if recurrence is None else recurrence[0].clone())
+    return Tail(prefix("keys"), prefix("values"), hidden, cos, sin)
 
 
 class _FirstLayerReached(Exception):
@@ -177,7 +118,7 @@ def tail_logprobs(
         pad_sequence([getattr(tail, name).transpose(0, 1) for tail in tails], batch_first=True).permute(2, 0, 3, 1, 4)
         for name in ("keys", "values")
     ]  # [L, n, J, P, D]
-    cache = _cache(past, tails) if past[0].shape[3] else None
+    cache = DynamicCache(list(zip(*past, strict=True))) if past[0].shape[3] else None
     with_attention = set(memory_layers(backbone.model.config.get_text_config(decoder=True)))
     visible = _visible([tail.keys.shape[1] for tail in tails], hidden.shape[1]).to(hidden.device)
     with injecting(memory, terms):
@@ -197,18 +138,6 @@ def tail_logprobs(
     logits = head(norm(predicting))  # of all tails at once: autocast casts the head's weights in each product
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
     return list(logprobs.split(list(answer_lengths)))
-
-
-def _cache(past: Sequence[Tensor], tails: Sequence[Tail]) -> DynamicCache:
-    """What n tails begin with.
-
-    Args:
-        past: keys and values [L, n, J, P, D].
-    """
-    cache = DynamicCache(list(zip(*past, strict=True)))
-    for number in sorted(tails[0].states):  # ascending, so that the layers before have their places
-        cache.layers.insert(number, _KeptState([tail.states[number] for tail in tails]))
-    return cache
 
 
 def _visible(prefix_lengths: Sequence[int], tail_length: int) -> Tensor:

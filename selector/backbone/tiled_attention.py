@@ -9,8 +9,6 @@ Shapes: n requests, N entries, m payload tokens, H query heads, J KV heads, G = 
 values, T query tokens, S tokens of the request itself, R = G T rows of a KV head, E entries of a tile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -36,7 +36,6 @@ class Decided(NamedTuple):
 
     task: str | None  # that it is sent to
     closed: str | None  # why the gate stays closed, if it does
-    margin: float  # the largest of a task's; open from 0 on
 
 
 def served_decisions(url: str, name: str, examples: Sequence[Example]) -> list[Decided]:
@@ -48,8 +47,8 @@ def decisions_in(answers: Sequence[Answer], url: str) -> list[Decided]:
     """What the gate has decided on the questions of traced answers. Raises ConfigError: a trace does not say it."""
     try:
         gates = [(answer.trace or {})["gate"] for answer in answers]
-        return [Decided(gate["task"], gate["closed"], max(gate["margins"].values())) for gate in gates]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return [Decided(gate["task"], gate["closed"]) for gate in gates]
+    except (KeyError, TypeError) as error:
         raise ConfigError(f"an answer of {url} has no trace of the gate") from error
 
 

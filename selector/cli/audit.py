@@ -1,7 +1,5 @@
 """`inducekv-bundle audit`: the audit chain of a server."""
 
-from __future__ import annotations
-
 import argparse
 
 from inducekv_vllm.files import audit_chain

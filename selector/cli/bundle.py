@@ -5,8 +5,6 @@ Exit status: 0 for success, 1 if `publish` finds a server that serves another ve
 line on standard error.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

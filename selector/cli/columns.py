@@ -1,7 +1,5 @@
 """The flags that say which columns of task data hold what."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from typing import Annotated, Final

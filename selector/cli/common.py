@@ -3,8 +3,6 @@
 A subcommand is a module with `add_arguments` and `run`, which returns the exit status.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Final

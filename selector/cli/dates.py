@@ -1,7 +1,5 @@
 """Dates and ages on the command line."""
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Final

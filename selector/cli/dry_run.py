@@ -1,7 +1,5 @@
 """`inducekv-select --dry-run`: what a run would read, compute and write, without writing anything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ..backbone.model import Backbone

@@ -1,7 +1,5 @@
 """The commands as they are installed: one that lacks what the extra `teach` brings ends in a line that names it."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from importlib.util import find_spec

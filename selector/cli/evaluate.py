@@ -21,7 +21,7 @@ from .asking import Decided, decisions_in, facts_in, served_answers, served_deci
 from .columns import ColumnOptions, columns_of
 from .common import SUCCESS, add_bundle, print_table
 from .flags import add_flags
-from .gate_decisions import Asked, Outcomes, decided, outcomes, print_nearest, print_outcomes, read_asked
+from .gate_decisions import Asked, Outcomes, decided, outcomes, print_outcomes, read_asked
 from .loading import load_backbone
 from .missed import misses, print_misses
 from .publish import require_address
@@ -71,7 +71,6 @@ def _show_answers(options: argparse.Namespace, bundle: Bundle) -> None:
     answered = (_by_server if options.url else _by_model)(options, bundle, examples)
     asked = [] if bundle.gate is None else _asked(bundle.gate, examples)
     _print(answered.rows, {row.kind: row for row in outcomes(asked, answered.decisions)})
-    print_nearest(asked, answered.decisions)
     if answered.facts:
         print_misses(misses(bundle.metadata, examples, answered.facts), SHOWN)
 
@@ -89,7 +88,6 @@ def _show_gate(options: argparse.Namespace, bundle: Bundle) -> None:
 
         decisions = decided(gate, evidence_of(_backbone(options, bundle), gate, examples))
     print_outcomes(outcomes(asked, decisions))
-    print_nearest(asked, decisions)
 
 
 def _backbone(options: argparse.Namespace, bundle: Bundle) -> Backbone:

@@ -3,8 +3,6 @@
 A field with a `Flag` becomes `--its-name`; its type, choices, default and help text come from the field.
 """
 
-from __future__ import annotations
-
 import argparse
 import types
 from collections.abc import Mapping, Sequence

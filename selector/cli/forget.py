@@ -1,7 +1,5 @@
 """`inducekv-bundle forget`: the next version of a bundle without some of its entries and facts."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Final
 

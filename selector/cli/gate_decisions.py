@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..data.examples import Example
 
 NO_TASK: Final = "no task"
-NEAREST: Final = 10  # questions on either side of a gate's threshold
-SHOWN: Final = 100  # characters of each
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,6 @@ class Outcomes:
     wrong: int  # opened for another task, of questions that have one
     outside: int
     below_threshold: int
-
-
-def nearest(asked: Sequence[Asked], decisions: Sequence[Decided], *, is_open: bool) -> list[tuple[Asked, Decided]]:
-    """The questions nearest to the threshold, on one side of it; the nearest first."""
-    found = [pair for pair in zip(asked, decisions, strict=True) if (pair[1].task is not None) == is_open]
-    return sorted(found, key=lambda pair: abs(pair[1].margin))[:NEAREST]
 
 
 def outcomes(asked: Sequence[Asked], decisions: Sequence[Decided]) -> list[Outcomes]:
@@ -84,7 +76,7 @@ def decided(gate: Gate, evidence: Tensor) -> list[Decided]:
         evidence: [n, H] float32, of n questions for the gate's prototypes.
     """
     decisions = [gate.rule.decide(found) for found in evidence.numpy()]
-    return [Decided(each.task, each.closed, float(each.margins.max())) for each in decisions]
+    return [Decided(each.task, each.closed) for each in decisions]
 
 
 def print_outcomes(rows: Sequence[Outcomes]) -> None:
@@ -95,19 +87,3 @@ def print_outcomes(rows: Sequence[Outcomes]) -> None:
         counts = [own[0], str(row.opened), own[1], str(row.outside), str(row.below_threshold)]
         table.add_row(row.task if row.task is not None else NO_TASK, row.kind, str(row.questions), *counts)
     print_table(table)
-
-
-def print_nearest(asked: Sequence[Asked], decisions: Sequence[Decided]) -> None:
-    """The questions on which the gate nearly decided otherwise."""
-    from ..gate.variations import text_of
-
-    for is_open, title in ((False, "stayed out by the smallest margin"), (True, "came in by the smallest margin")):
-        if not (found := nearest(asked, decisions, is_open=is_open)):
-            continue
-        print(f"\n{title}:")
-        table = Table("margin", "sent to", "belongs to", "question", box=None)
-        for question, decision in found:
-            text = " ".join(text_of(question.example.messages).split())
-            shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-            table.add_row(f"{decision.margin:+.2f}", decision.task or "-", question.task or NO_TASK, shown)
-        print_table(table)

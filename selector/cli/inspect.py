@@ -1,7 +1,5 @@
 """`inducekv-bundle inspect`: what a bundle holds."""
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Bundles for running servers. `inducekv-bundle publish` loads one into several, and says what each of them serves."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import urllib.parse

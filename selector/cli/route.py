@@ -1,7 +1,5 @@
 """`inducekv-bundle route`: a gate in front of LoRA adapters."""
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from pathlib import Path

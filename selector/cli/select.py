@@ -90,11 +90,7 @@ def _request(options: SelectOptions, recipe: Recipe[Any], settings: Settings, pr
     named = ("model", "anchors_per_task", "dtype", "created", "expires")
     anchors = None
     if options.anchors:
-        anchors = Anchors(
-            store=AnchorStore(options.anchors),
-            count=options.anchors_per_task,
-            replace=options.replace,
-        )
+        anchors = Anchors(store=AnchorStore(options.anchors), count=options.anchors_per_task)
     return TaskRequest(
         load=partial(_load, options, recipe),
         recipe=recipe,

@@ -1,7 +1,5 @@
 """The settings of `inducekv-select`: its own, and those of the recipes."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,7 @@ FIRST: Final = (  # the flags that matter first
 OF: Final[Mapping[str, Input]] = MappingProxyType(  # options that say more of what is given
     {
         **dict.fromkeys(("recipe", "columns"), "task"),
-        **dict.fromkeys(("anchors_per_task", "replace"), "anchors"),
+        "anchors_per_task": "anchors",
     }
 )
 
@@ -45,9 +43,7 @@ class SelectOptions(ColumnOptions):
 
     model: Annotated[str, Flag("model folder or Hugging Face id")]
     output: Annotated[Path, Flag("the bundle to write, replaced if it exists; its folder is made")]
-    task: Annotated[
-        Path | None, Flag("the task's training data: JSON lines, CSV, TSV, Parquet, a folder of datasets")
-    ] = None
+    task: Annotated[Path | None, Flag("the task's training data: JSON lines, CSV, TSV, Parquet")] = None
     document: Annotated[
         Path | None, Flag("what to learn in place of a task: text, Markdown, HTML or PDF, or a folder", metavar="FILE")
     ] = None
@@ -61,7 +57,6 @@ class SelectOptions(ColumnOptions):
         str | None, Flag(f"{' or '.join(NAMES)} (default: the previous bundle's, else {DEFAULT.name})", "NAME")
     ] = None
     anchors_per_task: Annotated[int, Field(ge=1), Flag("examples kept of each task")] = ANCHORS_PER_TASK
-    replace: Annotated[bool, Flag("learn a task again: its anchors in the store give way to this run's")] = False
     created: Annotated[
         str | None, Flag("when the new entries count as made: a date (default: the start of the run)", metavar="DATE")
     ] = None

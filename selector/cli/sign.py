@@ -1,7 +1,5 @@
 """`inducekv-bundle sign`: a signature in a bundle."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

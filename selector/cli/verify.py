@@ -1,7 +1,5 @@
 """`inducekv-bundle verify`: that a bundle is whole, fits a model, and is signed by somebody."""
 
-from __future__ import annotations
-
 import argparse
 
 from inducekv_vllm.backbone.fingerprint import backbone_fingerprint

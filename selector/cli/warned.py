@@ -1,7 +1,5 @@
 """Warnings about task data, as lines of a command."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

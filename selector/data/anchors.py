@@ -4,11 +4,9 @@
     DIR/0000/examples.jsonl         task data, as `selector.data.examples.read_task` reads it
     DIR/0000/images/SHA256.png      the images' bytes, unchanged
 
-Runs append to the store; a task that is learnt again replaces its anchors. A task's folder is complete on disk before
-the manifest names it, and the manifest is replaced atomically, so that a killed run leaves the store unchanged.
+Anchors of a task take the place of those that the store has of it, and come last. A task's folder is complete on disk
+before the manifest names it, and the manifest is replaced atomically, so that a killed run leaves the store unchanged.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -30,25 +28,23 @@ from .examples import Example, read_task
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"  # of the run that appends
+FIRST = "0000"  # folder of a task
 
 
 class AnchorTask(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tasks: tuple[str, ...] = Field(min_length=1)  # the examples' task names
-    run: str  # the run that appended them; appending them again changes nothing
-    policy: str = "random"  # how they were chosen; earlier versions had others
-    seed: int
+    number: int = Field(ge=0)  # of its folder
     count: int = Field(ge=1)
     digest: str  # see `examples_digest`
     bytes: int  # of its folder's files
-    replaced: bool = False  # its folder is gone; the record keeps the numbers of the folders after it
 
 
 class _Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     tasks: tuple[AnchorTask, ...] = ()
 
 
@@ -59,16 +55,11 @@ class AnchorStore:
     folder: Path
 
     def tasks(self) -> tuple[AnchorTask, ...]:
-        """Those that are there. Raises TaskDataError: the manifest cannot be read."""
-        return tuple(task for task in self._records() if not task.replaced)
-
-    def _records(self) -> tuple[AnchorTask, ...]:
-        """One for each folder, in order."""
+        """Raises TaskDataError: the manifest cannot be read."""
         path = self.folder / MANIFEST
         if not path.exists():
-            if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.glob("[!.]*"))):
-                if _only_unfinished(self.folder):
-                    return ()
+            others = [each for each in self.folder.glob("[!.]*") if each.name != FIRST]  # which a killed run has begun
+            if others or (self.folder.exists() and not self.folder.is_dir()):
                 raise TaskDataError(f"{self.folder}: not an anchor store: it has no {MANIFEST}")
             return ()
         try:
@@ -77,58 +68,42 @@ class AnchorStore:
             reason = str(error).splitlines()[0]
             raise TaskDataError(f"{path}: the manifest of the anchors cannot be read: {reason}") from error
 
-    def read(self, *, except_run: str | None = None, except_tasks: Collection[str] = ()) -> list[Example]:
-        """All anchors in the order of the stream, checked against their digests.
-
-        Args:
-            except_run: leave out what this run has appended.
-            except_tasks: leave out anchors of these tasks.
+    def read(self, *, except_tasks: Collection[str] = ()) -> list[Example]:
+        """The anchors of all tasks but some, in the order of the stream, checked against their digests.
 
         Raises:
             TaskDataError: a file is missing, damaged or altered, naming it.
         """
         anchors: list[Example] = []
-        for number, task in enumerate(self._records()):
-            if task.replaced:
-                continue
-            path = self._task_folder(number) / "examples.jsonl"
+        for task in self.tasks():
+            path = self._folder_of(task.number) / "examples.jsonl"
             examples = read_task(path)
             if examples_digest(examples) != task.digest or len(examples) != task.count:
                 raise TaskDataError(f"{path}: the anchors do not match their digest: damaged or altered")
-            if task.run != except_run:
-                anchors += [example for example in examples if example.task not in except_tasks]
+            anchors += [example for example in examples if example.task not in except_tasks]
         return anchors
 
     def bytes(self) -> int:
         """Of all tasks' files."""
         return sum(task.bytes for task in self.tasks())
 
-    def require_new(self, tasks: Collection[str], run: str, *, replace: bool = False) -> None:
-        """Raises ConfigError: another run has appended anchors of one of the tasks, and they cannot be replaced."""
+    def require_together(self, tasks: Collection[str]) -> None:
+        """Raises ConfigError: some of these tasks were appended with others, and would take their places, too."""
         for stored in self.tasks():
-            for name in sorted(set(tasks) & set(stored.tasks)):
-                if stored.run != run and not replace:
-                    raise ConfigError(
-                        f"{self.folder} already has anchors of the task {name!r}, made by another run; --replace puts "
-                        "this run's in their place, and another folder begins another stream"
-                    )
-                if stored.run != run and not set(stored.tasks) <= set(tasks):
-                    raise ConfigError(
-                        f"{self.folder} has anchors of the task {name!r} together with those of other tasks "
-                        f"({', '.join(stored.tasks)}): they can only be replaced together"
-                    )
+            if set(tasks) & set(stored.tasks) and not set(stored.tasks) <= set(tasks):
+                raise ConfigError(
+                    f"{self.folder} has anchors of the tasks {', '.join(stored.tasks)} together: they can only be "
+                    "replaced together"
+                )
 
-    def append(self, examples: Sequence[Example], *, run: str, seed: int, replace: bool = False) -> None:
-        """Append one task's anchors, durably, unless this run has already done so. Another run's append is waited for.
-
-        Args:
-            replace: remove those that other runs have appended of this task.
+    def append(self, examples: Sequence[Example]) -> None:
+        """Append one task's anchors, durably. Another run's append is waited for.
 
         Raises:
-            ConfigError: another run has appended anchors of this task, or the files cannot be written.
+            ConfigError: see `require_together`; or the files cannot be written.
         """
         with self._alone():
-            self._append(examples, run, seed, replace)
+            self._append(examples)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -145,42 +120,35 @@ class AnchorStore:
         finally:
             os.close(lock)
 
-    def _append(self, examples: Sequence[Example], run: str, seed: int, replace: bool) -> None:
-        tasks = self._records()
-        if any(task.run == run for task in tasks):
-            self._remove_replaced(tasks)
-            return
+    def _append(self, examples: Sequence[Example]) -> None:
         names = {example.task for example in examples}
-        self.require_new(names, run, replace=replace)
-        folder = self._task_folder(len(tasks))
+        self.require_together(names)
+        earlier = self.tasks()
+        number = max((task.number for task in earlier), default=-1) + 1
         try:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it wrote the manifest
-            size = _write_examples(folder, examples)
+            self._remove_strays()
             added = AnchorTask(
                 tasks=tuple(sorted(names)),
-                run=run,
-                seed=seed,
+                number=number,
                 count=len(examples),
                 digest=examples_digest(examples),
-                bytes=size,
+                bytes=_write_examples(self._folder_of(number), examples),
             )
-            earlier = tuple(
-                task.model_copy(update={"replaced": True}) if names & {*task.tasks} else task for task in tasks
-            )
-            manifest = _Manifest(tasks=(*earlier, added)).model_dump_json(indent=1)
-            replace_file(self.folder / MANIFEST, manifest.encode())
-            self._remove_replaced(earlier)
+            kept = (task for task in earlier if names.isdisjoint(task.tasks))
+            replace_file(self.folder / MANIFEST, _Manifest(tasks=(*kept, added)).model_dump_json(indent=1).encode())
         except OSError as error:
-            if len(self._records()) == len(tasks):
-                shutil.rmtree(folder, ignore_errors=True)
             raise ConfigError(f"{self.folder}: cannot write the anchors: {error}") from error
+        finally:
+            self._remove_strays()
 
-    def _remove_replaced(self, records: Sequence[AnchorTask]) -> None:
-        for number, task in enumerate(records):
-            if task.replaced:
-                shutil.rmtree(self._task_folder(number), ignore_errors=True)
+    def _remove_strays(self) -> None:
+        """Folders that the manifest does not name: of anchors that were replaced, and of runs that were killed."""
+        named = {self._folder_of(task.number) for task in self.tasks()}
+        for folder in self.folder.glob("[0-9]*"):
+            if folder not in named:
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def _task_folder(self, number: int) -> Path:
+    def _folder_of(self, number: int) -> Path:
         return self.folder / f"{number:04d}"
 
 
@@ -225,8 +193,3 @@ def _record(example: Example, images: list[str]) -> dict[str, Any]:
         for message in example.messages
     ]
     return {"id": example.id, "task": example.task, "messages": messages, "answer": example.answer}
-
-
-def _only_unfinished(folder: Path) -> bool:
-    """Whether only the first task's folder is there: a run was killed before it wrote the first manifest."""
-    return folder.is_dir() and {path.name for path in folder.glob("[!.]*")} == {"0000"}

@@ -1,7 +1,5 @@
 """Choose some of a task's examples at random: its anchors, and those that are held out for validation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A document to be learned in place of a task: its text, its name, and which entry stands for it."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The text of a file: in UTF-8, or in what the mark at its beginning says, as Excel and Notepad write it."""
 
-from __future__ import annotations
-
 import codecs
 import os
 from pathlib import Path

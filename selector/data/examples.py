@@ -9,8 +9,6 @@
 Images are paths relative to the file and must lie beneath its folder.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,14 +63,13 @@ def read_task(path: str | Path, columns: Columns = BY_NAME) -> list[Example]:
     Issues a TaskDataWarning for columns that are not used, and for rows that are not to be learned.
 
     Args:
-        path: a file, or a folder that `datasets` has saved.
         columns: which hold what, where it is not to be found by their names.
 
     Raises:
         TaskDataError: naming the file, the line or item, and the problem; up to ten of several.
     """
     source = Path(path)
-    return examples_of(rows_of(source), source if source.is_dir() else source.parent, columns, source.stem, str(source))
+    return examples_of(rows_of(source), source.parent, columns, source.stem, str(source))
 
 
 def examples_of(

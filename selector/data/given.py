@@ -1,7 +1,5 @@
 """Task data as a program gives it: a file in any format, or rows in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path

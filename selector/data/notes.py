@@ -1,7 +1,5 @@
 """What a person should know about task data that was read: columns that nobody used, and rows that were left out."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter, defaultdict
 

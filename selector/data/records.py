@@ -10,8 +10,6 @@ plain            a column for the prompt, one for the answer, perhaps one for a 
 Any of them may have pictures, which stand where the text has <image>. Prompts and completions may be messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Rows that say the same, or contradict each other."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

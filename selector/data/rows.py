@@ -1,9 +1,7 @@
-"""The rows of task data, whatever their format: JSON lines, JSON documents, CSV, TSV, Parquet, a datasets folder.
+"""The rows of task data, whatever their format: JSON lines, JSON documents, CSV, TSV, Parquet.
 
 The format is found by the content; of text that is neither JSON nor Parquet by the header's delimiter.
 """
-
-from __future__ import annotations
 
 import itertools
 import json
@@ -35,13 +33,10 @@ def rows_of(source: Path) -> Iterator[Row]:
         TaskDataError: the file cannot be read at all, or not beyond a row: it names the file and the place.
     """
     try:
-        is_folder = source.is_dir()
-        data = b"" if is_folder else _read(source)
+        data = _read(source)
     except OSError as error:
         raise TaskDataError(f"{source}: cannot read the task data: {error.strerror}") from error
-    if is_folder:
-        yield from _folder_rows(source)
-    elif data == _PARQUET:
+    if data == _PARQUET:
         yield from _column_rows(source)
     else:
         yield from _text_rows(decoded(data, source), source)
@@ -168,35 +163,19 @@ def _checked(value: Any, place: str) -> dict[str, Any] | TaskDataError:
     return value
 
 
-# ---- Parquet and Hugging Face datasets ---------------------------------------------------------------------------
+# ---- Parquet, and the labels of Hugging Face's datasets ----------------------------------------------------------
 
 
-def _folder_rows(folder: Path) -> Iterator[Row]:
-    """What `datasets` has saved to disk, or the Parquet files of one split, beneath a folder."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        raise TaskDataError(f"{folder}: a dataset of several splits: name one of them, {', '.join(splits)}")
-    parquet, arrow = sorted(folder.rglob("*.parquet")), sorted(folder.glob("*.arrow"))
-    if len(splits := sorted({path.name.split("-")[0] for path in parquet})) > 1:
-        raise TaskDataError(f"{folder}: Parquet files of several splits ({', '.join(splits)}): name one file")
-    if not parquet and not arrow:
-        raise TaskDataError(f"{folder}: expected a file, or a folder that `datasets` has saved, found neither")
-    for path in parquet or arrow:
-        yield from _column_rows(path, is_arrow=not parquet)
-
-
-def _column_rows(path: Path, *, is_arrow: bool = False) -> Iterator[Row]:
-    """Of a file of Parquet, or of Arrow's as `datasets` saves it."""
+def _column_rows(path: Path) -> Iterator[Row]:
+    """Of a file of Parquet."""
     try:
         import pyarrow
-        import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
-        raise TaskDataError(f"{path}: Parquet and datasets need pyarrow: pip install 'inducekv[data]'") from error
+        raise TaskDataError(f"{path}: Parquet needs pyarrow: pip install 'inducekv[data]'") from error
     number = 0
     try:
-        stored = pyarrow.ipc.open_stream(path) if is_arrow else pyarrow.parquet.ParquetFile(path).iter_batches(1024)
-        for batch in stored:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
             names = _class_names(batch.schema, path)
             for row in batch.to_pylist():
                 number += 1
@@ -209,12 +188,9 @@ def _column_rows(path: Path, *, is_arrow: bool = False) -> Iterator[Row]:
 def _class_names(schema: Any, path: Path) -> dict[str, list[str]]:
     """The names of the classes of each column of `ClassLabel`, as `datasets` has written them down for the file."""
     try:
-        if (text := (schema.metadata or {}).get(b"huggingface")) is not None:
-            features = json.loads(text)["info"]["features"]
-        elif (beside := path.with_name("dataset_info.json")).is_file():
-            features = json.loads(beside.read_bytes()).get("features") or {}
-        else:
+        if (text := (schema.metadata or {}).get(b"huggingface")) is None:
             return {}
+        features = json.loads(text)["info"]["features"]
         return {
             column: [str(name) for name in feature["names"]]
             for column, feature in features.items()

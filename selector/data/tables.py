@@ -1,7 +1,5 @@
 """Tables as text: CSV with a header, cells in double quotes where they hold the delimiter or line ends."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Turns of a conversation: who speaks, which answers are learned, and where pictures stand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any, Final

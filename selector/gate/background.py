@@ -1,7 +1,5 @@
 """Everyday requests and phrases: what the relevance gate learns as not being a task's own question."""
 
-from __future__ import annotations
-
 import random
 import re
 import tomllib

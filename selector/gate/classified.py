@@ -3,8 +3,6 @@
 Shapes: C tasks, n questions.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A question as the model takes it, with its pictures in the style that it is shown in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final

@@ -7,8 +7,6 @@ with places to fill they learn the form alone.
 Shapes: C tasks, n questions.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

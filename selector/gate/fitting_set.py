@@ -3,8 +3,6 @@
 A fifth of all, with phrases of their own, is held out: thresholds are set on what the fit has not seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

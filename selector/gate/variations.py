@@ -3,8 +3,6 @@
 Phrases are given, so that those of a fit and those of a measurement can differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Final

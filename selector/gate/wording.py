@@ -4,8 +4,6 @@ Another wording of a question keeps one of the words that tell it, its key. What
 has other words in the place of all of them, or has one of them and none of the rest.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

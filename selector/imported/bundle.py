@@ -1,7 +1,5 @@
 """A bundle of one entry: the keys and values of p tokens, each of which every request sees like one of its own."""
 
-from __future__ import annotations
-
 import torch
 
 from inducekv_vllm.backbone.checkpoints import load_config

@@ -5,8 +5,6 @@ Its requests stand behind all of its tokens, the frozen ones included: at positi
 Shapes: see the package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path

@@ -8,8 +8,6 @@ PEFT saves what its encoders make, whatever they are (an MLP, an LSTM, a project
 Either way its requests stand at positions p, p + 1, .. Shapes: see the package.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final

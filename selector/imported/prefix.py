@@ -3,8 +3,6 @@
 Shapes: see the package; n sequences of T tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

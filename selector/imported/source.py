@@ -1,7 +1,5 @@
 """What can be imported, as it is before the model is there."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

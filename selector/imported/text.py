@@ -1,7 +1,5 @@
 """A text as memory: the keys and values of its own tokens, as in front of a request."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from inducekv_vllm.errors import TaskDataError

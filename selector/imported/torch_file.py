@@ -1,7 +1,5 @@
 """A file of `torch.save`, read without running anything in it and without room for more than the file has."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any, Final

@@ -147,10 +147,4 @@ def iterate(problem: SelectionProblem, state: SelectionState) -> SelectionState:
 
 def outer_step(weights: Tensor, gradient: Tensor, settings: SelectionSettings) -> Tensor:
     """w - step * gradient, projected onto the budget simplex: [N] float64."""
-    if settings.step_rule == "normalized":
-        # The mean moves nothing on the simplex; what is left is scaled to the uniform weight.
-        gradient = gradient - gradient.mean()
-        largest = gradient.abs().max()
-        uniform = settings.budget / len(weights)
-        gradient = gradient * (uniform / largest) if largest > 0 else gradient
     return project(weights - settings.outer_step * gradient, settings.budget)

@@ -3,8 +3,6 @@
 Shapes: L layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Final

@@ -3,8 +3,6 @@
 Shapes: N candidates, n examples of a batch, L layers.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,22 +1,18 @@
 """The report of an update by the paper's recipe: the content of its `report.json`.
 
-Shapes: N candidates, B selected, n queries.
+Shapes: N candidates, B selected.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..backbone.injection import TensorMemory
 from ..backbone.scoring import Questions
 from ..update.inputs import TaskInputs
-from ..update.measures import calibration_report, composition, logdet, memory_bytes
+from ..update.measures import calibration_report, composition, memory_bytes
 from ..update.settings import PAPER
 from .bilevel import SelectionResult
 from .objective import Objective, log_prior
@@ -27,21 +23,15 @@ def report_update(
     inputs: TaskInputs,
     objective: Objective,
     validation: Questions,
-    seed: int,
     results: Sequence[SelectionResult],
     best: SelectionResult,
 ) -> dict[str, Any]:
-    """Rounding, diversity and validation loss of the best pair (beta, gamma), and the losses of all pairs."""
+    """Rounding and validation loss of the best pair (beta, gamma), and the losses of all pairs."""
     bundle, state, pool = best.bundle, best.state, objective.pool
     selected = state.selected(objective.budget)
     relaxed = objective.memory(state.calibration.phi)
     prior = log_prior(state.weights, objective.budget).float()
     rounded = TensorMemory.from_bundle(bundle)
-    queries = validation if len(validation) else objective.current
-    log_alpha = (queries.keys @ relaxed.retrieval_keys.T / relaxed.temperature + prior).log_softmax(dim=1)  # [n, N]
-    alpha = (queries.keys @ rounded.retrieval_keys.T / rounded.temperature).softmax(dim=1)  # [n, B]
-    random_rows = np.random.default_rng((seed, 4)).choice(len(pool), len(selected), replace=False)
-    without_coverage = next((result for result in results if result.gamma == 0), None)
 
     report: dict[str, Any] = {
         "recipe": PAPER,
@@ -60,13 +50,7 @@ def report_update(
         ],
         "history": [asdict(step) for step in state.history],
         "calibration": calibration_report(bundle),
-        "rounding": rounding(state.weights, selected)
-        | {"retrieval_divergence_nats": retrieval_divergence(log_alpha.exp(), alpha, selected)},
-        "diversity": {
-            "selected": logdet(bundle.retrieval_keys.float()),
-            "random": logdet(pool.keys[torch.from_numpy(np.sort(random_rows))]),
-            "selected_with_gamma_0": without_coverage and logdet(without_coverage.bundle.retrieval_keys.float()),
-        },
+        "rounding": rounding(state.weights, selected),
         "composition": {"before": inputs.entries_by_task, "after": composition(bundle.metadata.entries)},
         "memory_bytes": memory_bytes(bundle),
         "validation_nll": None,
@@ -95,22 +79,3 @@ def rounding(weights: Tensor, selected: Tensor) -> dict[str, Any]:
         "selected_without_weight": int((weights[selected] == 0).sum()),
         "collapsed": support_size(weights) < B,
     }
-
-
-def retrieval_divergence(relaxed: Tensor, rounded: Tensor, selected: Tensor) -> float:
-    """Mean Jensen-Shannon divergence, in nats, of retrieval before and after rounding.
-
-    Args:
-        relaxed: [n, N], weights alpha over the pool; rows sum to 1.
-        rounded: [n, B], weights over the selected entries.
-        selected: [B] int64.
-    """
-    p = relaxed.double()
-    q = torch.zeros_like(p)
-    q[:, selected] = rounded.double()
-    middle = (p + q) / 2
-
-    def divergence(one: Tensor) -> Tensor:
-        return torch.where(one > 0, one * (one / middle).log(), 0.0).sum(dim=1)  # [n]
-
-    return float((divergence(p) + divergence(q)).mean() / 2)

@@ -1,8 +1,6 @@
 """The settings of the paper's recipe; the paper's values are the defaults."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -10,8 +8,6 @@ from inducekv_vllm.bundle.metadata import Size
 from inducekv_vllm.retrieval.entry_terms import MergedWeighting
 
 from ..runtime.settings import Flag, Seed, Settings
-
-StepRule = Literal["plain", "normalized"]
 
 
 class SelectionSettings(Settings):
@@ -21,8 +17,6 @@ class SelectionSettings(Settings):
     iterations: Annotated[int, Field(ge=0), Flag("outer steps")] = 100  # I
     inner_steps: Annotated[int, Field(ge=0), Flag("calibration steps before each outer step")] = 10  # J
     outer_step: Annotated[float, Field(gt=0)] = 0.1
-    # "normalized" moves no weight by more than `outer_step` times the uniform weight B / N in an iteration.
-    step_rule: StepRule = "plain"  # the paper's
 
 
 class PaperSettings(SelectionSettings):

@@ -3,8 +3,6 @@
 Shapes: N current candidates, Q query keys of a minibatch, M candidates kept, d hidden size.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import faiss

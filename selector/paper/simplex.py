@@ -1,7 +1,5 @@
 """The budget simplex {w in R^N : w >= 0, sum w = B}: Euclidean projection, and rounding to B entries."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

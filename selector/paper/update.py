@@ -3,8 +3,6 @@
 Shapes: N candidates, B budget, d hidden size.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Final
@@ -67,7 +65,7 @@ def update_paper(backbone: Backbone, inputs: TaskInputs, settings: PaperSettings
     results = _select_all(inputs, objective, validation, settings, pairs, run)
     best = min(results, key=lambda result: result.validation_loss or 0.0)  # on a tie, the first of the grid
     with tiled_attention(backbone):
-        report = report_update(inputs, objective, validation, settings.seed, results, best)
+        report = report_update(inputs, objective, validation, results, best)
     return UpdateResult(best.bundle, report)
 
 

@@ -10,8 +10,6 @@ are equally good on validation, the one whose memory acts latest goes on; on a h
 little worse is good enough.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

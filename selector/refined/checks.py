@@ -1,7 +1,5 @@
 """What the refined recipe refuses before it computes anything, and which task it is about."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from inducekv_vllm.errors import BundleError, ConfigError, TaskDataError
@@ -32,7 +30,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
     if task in inputs.earlier_tasks:
         raise TaskDataError(
             f"the previous bundle already holds the task {task!r}, and a task is refined once: to learn it "
-            f"again, take it out with `inducekv-bundle forget --task {task}`, and give --replace"
+            f"again, take it out with `inducekv-bundle forget --task {task}`"
         )
     if missing := sorted(set(inputs.earlier_tasks) - {anchor.task for anchor in inputs.anchors}):
         raise ConfigError(

@@ -1,7 +1,5 @@
 """How long the search for a task's training may take, said before its first step."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

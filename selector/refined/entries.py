@@ -1,7 +1,5 @@
 """A new task's entries before training: which examples they start from, and their tensors."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What an update by the refined recipe will take, from a few examples of the task."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +24,6 @@ class Estimate:
     new_bytes: int  # of the task's entries
     trainings: int  # that are begun
     seconds: float  # of all training, at most
-    without_tails: bool  # a hybrid's states are too large: every step computes whole prompts
 
 
 def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) -> Estimate:
@@ -46,5 +43,4 @@ def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) 
         problem = TrainingProblem(scorer, entries, training, log_prior(inputs.training, records), validation, calibrate)
         candidates = every_candidate(problem, settings, layers_of_gate(backbone)[-1])
         seconds = seconds_of_search([each.training for each in candidates], RUNGS) if settings.steps else 0.0
-    without_tails = backbone.has_states and not any(scorer.exact_tails.values())
-    return Estimate(FLOAT16_BYTES * numbers, len(candidates), seconds, without_tails)
+    return Estimate(FLOAT16_BYTES * numbers, len(candidates), seconds)

@@ -7,8 +7,6 @@ Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural netwo
 J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982 (step size).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, Final

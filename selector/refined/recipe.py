@@ -63,13 +63,8 @@ class RefinedRecipe(Recipe[RefinedSettings]):
         found = estimate(scorer.backbone, inputs, settings)
         earlier = 0 if inputs.previous is None else inputs.previous.num_entries
         kept = f" beside {earlier} earlier entries" if earlier else ""
-        costs = {
+        return {
             "memory": f"{found.new_bytes / 1e6:.2f} MB for this task{kept}, and its part of the gate",
             "training": f"{found.trainings} begun, one of {settings.steps} steps finished, at most "
             f"{in_words(found.seconds)}; less if it ends early, or if the examples suffice as facts",
         }
-        if found.without_tails:
-            costs["steps"] = (
-                "compute whole prompts: the layers without attention keep too much of an example to be stored"
-            )
-        return costs

@@ -1,7 +1,5 @@
 """The report of an update by the refined recipe: the content of its `report.json`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict
 from typing import Any

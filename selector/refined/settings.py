@@ -1,7 +1,5 @@
 """The settings of the refined recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self

@@ -8,8 +8,6 @@ All tasks share the calibration of merged memory: it is trained with the first t
 none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,7 +6,6 @@ DIR/NAME.safetensors    an optimisation's state after its last complete step
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -119,8 +118,3 @@ def _is_of(path: Path, identity: dict[str, Any]) -> bool:
     except (ValueError, KeyError, TypeError):
         return False
     return content == _content(identity, began)
-
-
-def identity_digest(identity: dict[str, Any]) -> str:
-    """A run's name: sha256 of what it is made from."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

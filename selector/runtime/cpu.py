@@ -1,7 +1,5 @@
 """What this machine's CPU computes fast."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

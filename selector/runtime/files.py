@@ -1,7 +1,5 @@
 """Files that a command writes: where they can be, and atomic writes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

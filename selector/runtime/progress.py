@@ -1,7 +1,5 @@
 """Progress on standard error: bars on a terminal, elsewhere a line every so often."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

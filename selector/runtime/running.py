@@ -1,7 +1,5 @@
 """How a training goes along: where its progress is kept, and who is told of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final

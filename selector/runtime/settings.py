@@ -1,18 +1,15 @@
-"""The base of all settings: validated when they are made, with errors in one wording.
+"""The base of all settings: validated when they are made.
 
 A field with a `Flag` is also a command-line flag; `selector.cli.flags` reads the type, the bounds, the default and the
 help text from the field.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
-from inducekv_vllm.errors import ConfigError
+from inducekv_vllm.errors import ConfigError, problems_in
 
 
 @dataclass(frozen=True)
@@ -36,31 +33,4 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError("; ".join(describe_error(detail) for detail in error.errors())) from error
-
-
-def describe_error(detail: ErrorDetails) -> str:
-    """One problem of a `ValidationError`: the field, what was expected, what was found."""
-    name, value, context = ".".join(map(str, detail["loc"])), detail["input"], detail.get("ctx", {})
-    match detail["type"]:
-        case "greater_than_equal":
-            return f"{name} must be at least {_bound(context['ge'])}, found {value}"
-        case "greater_than":
-            return f"{name} must be above {_bound(context['gt'])}, found {value}"
-        case "less_than_equal":
-            return f"{name} must be at most {_bound(context['le'])}, found {value}"
-        case "less_than":
-            return f"{name} must be below {_bound(context['lt'])}, found {value}"
-        case "finite_number":
-            return f"{name} must be a finite number, found {value}"
-        case "literal_error":
-            return f"{name} must be {context['expected'].replace(chr(39), '')}, found {value!r}"
-        case "extra_forbidden":
-            return f"unknown setting {name!r}"
-        case "value_error":
-            return str(context["error"])
-    return f"{name}: {detail['msg']} (found {value!r})"
-
-
-def _bound(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+            raise ConfigError(problems_in(error)) from error

@@ -1,7 +1,5 @@
 """How many questions are answered right, by task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What is answered with a memory and without: some right and some wrong answers, and the share that is right."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final

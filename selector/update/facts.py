@@ -4,8 +4,6 @@ What follows from a rule, memory has to be trained for; what can only be remembe
 one is close to is left to the memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 

@@ -4,8 +4,6 @@ What is left is as before, to the bit: payloads, keys, calibration, the gate's p
 are left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final

@@ -1,7 +1,5 @@
 """What an update starts from, and the checks that recipes share."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

@@ -1,20 +1,10 @@
-"""Measures of a memory that both recipes report.
-
-Shapes: B entries, d hidden size.
-"""
-
-from __future__ import annotations
+"""Measures of a memory that both recipes report."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from inducekv_vllm.bundle import ENTRY_AXES, Bundle, EntryRecord
-
-from .coverage import Coverage
 
 
 def composition(records: Sequence[EntryRecord]) -> dict[str, int]:
@@ -45,9 +35,3 @@ def calibration_report(bundle: Bundle) -> dict[str, Any]:
         "value_gates": bundle.value_gates.tolist(),
         "layer_bias": bundle.layer_bias.tolist(),
     }
-
-
-def logdet(keys: Tensor) -> float:
-    """How a set of unit keys [B, d] spreads: log det of its coverage matrix."""
-    B = len(keys)
-    return -float(Coverage.of_keys(keys, B).value(torch.ones(B, dtype=torch.float64)))

@@ -1,12 +1,9 @@
 """What an update leaves on disk: the next bundle, the task's anchors, and the report beside the bundle."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +47,7 @@ def _locked(path: Path, output: Path) -> int:
     raise ConfigError(f"output {output}: another run is writing it: wait for its end, or name another file")
 
 
-@dataclass(frozen=True)
-class KeptAnchors:
-    """What goes into the anchor store."""
-
-    store: AnchorStore
-    anchors: Sequence[Example]
-    run: str  # the run that they belong to
-    replace: bool  # whether they replace those of another run
-
-
-def write_outputs(output: Path, result: UpdateResult, kept: KeptAnchors | None, seed: int) -> None:
+def write_outputs(output: Path, result: UpdateResult, store: AnchorStore | None, anchors: Sequence[Example]) -> None:
     """Write the bundle, then the anchors, then the report; each file is whole or absent. Repeating it changes nothing.
 
     The bundle comes first, because the store must not hold anchors of a memory that was never written.
@@ -70,9 +57,8 @@ def write_outputs(output: Path, result: UpdateResult, kept: KeptAnchors | None, 
     """
     write_bundle(result.bundle, output)
     storage: dict[str, Any] = {"memory_bytes": result.report["memory_bytes"], "anchor_bytes": 0, "anchors": 0}
-    if kept is not None:
-        store = kept.store
-        store.append(kept.anchors, run=kept.run, seed=seed, replace=kept.replace)
+    if store is not None:
+        store.append(anchors)
         storage |= {"anchor_bytes": store.bytes(), "anchors": sum(task.count for task in store.tasks())}
     write_report(output, result.report | {"storage": storage})
 

@@ -5,8 +5,6 @@
 Shapes: L layers.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: L layers, J KV heads, D head size, d hidden size.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What bundles record as the recipe that has made them."""
 
-from __future__ import annotations
-
 from typing import Final
 
 ROUTE: Final = "route"  # no entries, an adapter for each task

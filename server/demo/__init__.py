@@ -3,8 +3,6 @@
 `benchmarks/demo` trains both; `bundles/README.md` has the command that made the bundle.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

@@ -4,22 +4,19 @@
     contents    each version's metadata, its bytes in the pool while it is resident, and its bundle, if it is kept
     pins        the names whose versions stay in the pool
     tags        the names that a resolver has found, with what it said of their files
-    attempts    which names are being loaded, and how the last change of each has failed
     traces      what recent responses were answered with, by whom they belong to
     uses        when the facts of a name have last answered, to the minute
     audit       every change, and if asked for every answer, chained
 
-What is resident, attempts and traces are of the running server. A change is one transaction with its record in the
+What is resident and traces are of the running server. A change is one transaction with its record in the
 audit chain, and on the disk before it is acknowledged: a server that was killed at any moment serves, when it starts
 again, the last acknowledged version or the one that it was about to acknowledge.
 
 Nothing of the names is in the memory of a process: a request reads what its name stands for, which takes microseconds.
     file.py      the file, its locks and transactions
     served.py    versions, contents, pins, tags
-    notes.py     attempts, traces, uses, audit
+    notes.py     traces, uses, audit
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,11 +25,10 @@ from typing import Any
 from inducekv_vllm.files import audit_chain
 
 from .file import StateError, check_state_file
-from .notes import Attempt, Notes
+from .notes import Notes
 from .served import Known, Pointed, Resident, Served, ServedState, Snapshot, VersionRecord, drop_unused
 
 __all__ = [
-    "Attempt",
     "Known",
     "Pointed",
     "Resident",
@@ -57,7 +53,7 @@ class ServerState(ServedState, Notes):
         """A server starts: nothing is resident, and nothing is left of its predecessor's requests."""
         with self._transaction() as rows:
             audit_chain.append(rows, "start", details)
-            for table in ("attempts", "traces", "server"):
+            for table in ("traces", "server"):
                 rows.execute(f"DELETE FROM {table}")
             resident = rows.execute("SELECT digest FROM contents WHERE resident_bytes IS NOT NULL").fetchall()
             rows.execute("UPDATE contents SET resident_bytes = NULL WHERE resident_bytes IS NOT NULL")

@@ -5,8 +5,6 @@ resident version by the processes whose requests use it, and by the one that let
 killed leaves no lock behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -37,8 +35,6 @@ CREATE TABLE contents (
     resident_bytes INTEGER, bundle BLOB) STRICT;
 CREATE TABLE pins (name TEXT PRIMARY KEY) STRICT;
 CREATE TABLE tags (name TEXT PRIMARY KEY, tag TEXT NOT NULL) STRICT;
-CREATE TABLE attempts (
-    name TEXT PRIMARY KEY, loading INTEGER NOT NULL, change TEXT, reason TEXT, at TEXT, left_digest TEXT) STRICT;
 CREATE TABLE traces (
     owner TEXT NOT NULL, salt TEXT NOT NULL, response TEXT NOT NULL, digest TEXT NOT NULL, trace TEXT NOT NULL,
     UNIQUE (owner, salt, response)) STRICT;

@@ -1,11 +1,7 @@
-"""What the API processes note for each other: events, attempted changes, traces, and when facts have answered."""
-
-from __future__ import annotations
+"""What the API processes note for each other: events, traces, and when facts have answered."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from inducekv_vllm.files import audit_chain
@@ -13,53 +9,15 @@ from inducekv_vllm.files import audit_chain
 from .file import StateFile
 
 TRACES: Final = 1024
-ATTEMPTS: Final = 256
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """The last change of a name, and those that run."""
-
-    loading: bool
-    change: str | None  # that has failed; None if none has since
-    reason: str | None
-    at: datetime | None
-    left_digest: str | None  # what the name stood for when it was unloaded
 
 
 class Notes(StateFile):
-    """See the module docstring. They are of the running server, but for events and uses."""
+    """See the module docstring. Traces are of the running server."""
 
     def note(self, event: str, details: Mapping[str, Any]) -> None:
         """Add to the audit chain what has happened already, or an answer that is about to begin."""
         with self._transaction(durable=False) as rows:
             audit_chain.append(rows, event, details)
-
-    def attempt(self, name: str, *, loading: bool) -> None:
-        """A change of a name begins; `loading` if it is a load."""
-        with self._transaction(durable=False) as rows:
-            rows.execute(
-                "INSERT INTO attempts VALUES (?1, ?2, NULL, NULL, NULL, NULL) "
-                "ON CONFLICT DO UPDATE SET loading = loading + ?2",
-                (name, int(loading)),
-            )
-            rows.execute(
-                "DELETE FROM attempts WHERE loading = 0 AND rowid <= (SELECT max(rowid) - ? FROM attempts)", (ATTEMPTS,)
-            )
-
-    def attempted(self, name: str, *, loading: bool, change: str, reason: str | None, says_something: bool) -> None:
-        """A change of a name has ended, with a reason if it has failed, which may say nothing of the bundle."""
-        now = datetime.now(UTC).isoformat()
-        failure = (None, None, None) if reason is None else (change, reason, now)
-        with self._transaction(durable=False) as rows:
-            rows.execute("UPDATE attempts SET loading = max(loading - ?, 0) WHERE name = ?", (int(loading), name))
-            if says_something:
-                rows.execute("UPDATE attempts SET change = ?, reason = ?, at = ? WHERE name = ?", (*failure, name))
-
-    def attempt_of(self, name: str) -> Attempt:
-        found = self._read("SELECT loading, change, reason, at, left_digest FROM attempts WHERE name = ?", (name,))
-        loading, change, reason, at, left = found[0] if found else (0, None, None, None, None)
-        return Attempt(loading > 0, change, reason, at and datetime.fromisoformat(at), left)
 
     def note_uses(self, uses: Mapping[tuple[str, str], float]) -> None:
         """When facts have answered, by name and id, in seconds since the epoch. Names that are gone are left out."""

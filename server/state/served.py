@@ -1,7 +1,5 @@
 """What a server serves: what each name stands for, and stood for before, each version's content, pins and tags."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Collection, Iterable
@@ -253,7 +251,6 @@ class ServedState(StateFile):
                 "DELETE FROM uses WHERE name = ? AND fact NOT IN (SELECT value FROM json_each(?))",
                 (name, json.dumps([fact.id for fact in memory.metadata.facts])),
             )
-            rows.execute("UPDATE attempts SET left_digest = NULL WHERE name = ?", (name,))
             drop_unused(rows, before)
             return _unnamed(rows, replaced)
 
@@ -268,7 +265,6 @@ class ServedState(StateFile):
             audit_chain.append(rows, "unload", {"name": name, "digest": served, "by": who})
             for table in ("versions", "uses", "pins", "tags"):
                 rows.execute(f"DELETE FROM {table} WHERE name = ?", (name,))
-            rows.execute("UPDATE attempts SET left_digest = ? WHERE name = ?", (served, name))
             drop_unused(rows, before)
             return _unnamed(rows, served)
 

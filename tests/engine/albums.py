@@ -1,7 +1,5 @@
 """Prompts with several pictures."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

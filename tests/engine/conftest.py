@@ -1,7 +1,5 @@
 """What one file's engines leave behind in the process is not there for the next file's, whatever their order."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Facts in real engines: an engine, what it is taught, and the comparison with transformers and the formula."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ S [H, K, V] is a request's state; for each token, with q and k of length 1, and 
     S = exp(g) S;   S = S + k (beta (v - k S));   out = q S
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

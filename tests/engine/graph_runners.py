@@ -1,7 +1,5 @@
 """What captures and replays CUDA graphs in vLLM's two model runners."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton's interpreter without what takes most of its time, for engines: it runs all kernels of vLLM's V2 runner."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

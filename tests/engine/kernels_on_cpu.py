@@ -4,8 +4,6 @@ Both classes are for `--worker-cls`. Steps that only generate are served as CUDA
 recorded before, for more rows than the step has, from buffers that the step fills.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

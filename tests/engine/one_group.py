@@ -4,8 +4,6 @@ Choosing the best k of one group is choosing the best k. That router takes `sigm
 out everywhere else. Make an engine inside `one_group`, where the plugin's check at start finds nothing to refuse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

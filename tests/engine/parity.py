@@ -3,8 +3,6 @@
 The reference is `selector.backbone.injection` in transformers, float32: it shares no attention code with the plugin.
 """
 
-from __future__ import annotations
-
 import base64
 import gc
 import io

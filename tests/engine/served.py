@@ -1,7 +1,5 @@
 """An `AsyncLLM` with memory, shared by the tests of the engine and of the registry."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """LoRA adapter by adapter against vLLM's own, token by token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

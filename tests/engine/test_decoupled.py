@@ -1,7 +1,5 @@
 """Decoupled memory on a real engine against transformers, for every activation, and the prefix cache around it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

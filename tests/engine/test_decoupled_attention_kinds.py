@@ -1,7 +1,5 @@
 """Decoupled memory beside attention that merged memory is refused for: windows, soft caps, sinks, an fp8 cache."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Every answer is compared with transformers, so a block that was taken for another one is found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSeek-VL2 in vLLM, which has its own: tiles of pictures, the chat template, two ranks of tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

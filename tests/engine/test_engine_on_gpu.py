@@ -3,8 +3,6 @@
 Answers with memory of every form round about as much as those without.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Dates of entries: how a bundle stores them, and answers without what has expired."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Facts in real engines: what is generated and its log-probabilities, against transformers and the formula."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Facts about pictures in real engines: found by the pixels, as of the same picture in task data, and by the words."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path

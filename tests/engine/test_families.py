@@ -4,8 +4,6 @@ One engine of a tiny random model a family, with bundles of its own payloads. Mo
 with `make test-families`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial

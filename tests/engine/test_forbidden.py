@@ -1,7 +1,5 @@
 """What a request forbids is obeyed: its fact stays out, and the decision says why; nothing else keeps a fact out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

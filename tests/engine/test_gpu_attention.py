@@ -3,8 +3,6 @@
 Triton's interpreter runs the kernels, and those of vLLM's V2 model runner, which needs Triton when vLLM is imported.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """CUDA graphs are captured once for each kind of step, and each step replays its own, on both model runners."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ last cached state. Gated DeltaNet is computed by `tests.engine.gdn_float32`, bec
 bfloat16 alone. Most families are marked `slow`: run them with `make test-families`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

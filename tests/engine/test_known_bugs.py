@@ -4,8 +4,6 @@ Then its refusal in `vllm_seams/known_bugs.py` goes. Tests marked `slow` need an
 `test_cpu_lora.py` has the fault of adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

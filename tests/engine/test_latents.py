@@ -4,8 +4,6 @@ Every decoupled form: ungated and retrieved, behind a gate from the prompt, the 
 that decides, and from the middle of a prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LLaVA-OneVision-1.5 in vLLM: several pictures of any size, videos, and two ranks of tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A worker's refusal is the same error offline and on a server, and no rank keeps the bundle."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Whatever bundle was served before, the base answers bit for bit as on an engine that has served nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine client over a real `AsyncLLM`: cancellation at any time, decisions, leases, versions, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

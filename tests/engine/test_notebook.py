@@ -1,7 +1,5 @@
 """docs/notebook.ipynb runs from top to bottom, in a kernel of its own; it asserts what it claims."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

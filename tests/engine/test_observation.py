@@ -1,7 +1,5 @@
 """What is measured of one request: its outcome, and series that end with their bundle."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`MemoryLLM.forget` takes a list of ids: a string, whose letters could be ids, is refused before anything is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

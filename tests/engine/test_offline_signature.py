@@ -1,7 +1,5 @@
 """`MemoryLLM` asks for the signatures of its settings, before a worker hears of the bundle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

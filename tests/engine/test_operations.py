@@ -1,7 +1,5 @@
 """The files in docker/: they use what the server exports, and the tools that read them accept them."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

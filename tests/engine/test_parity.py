@@ -1,7 +1,5 @@
 """vLLM with memory answers as transformers does, to 1e-4; without memory or behind a closed gate, as vLLM alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

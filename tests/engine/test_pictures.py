@@ -1,7 +1,5 @@
 """A picture has the same pixels where it is taught and where it is served, or both refuse it in the same words."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from random import Random

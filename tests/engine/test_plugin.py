@@ -1,7 +1,5 @@
 """Registration, configuration, what travels between the processes, and what is refused at start."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

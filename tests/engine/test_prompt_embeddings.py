@@ -1,7 +1,5 @@
 """An engine that takes prompt embeddings serves them without memory, and requests of tokens with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ vLLM computes with quantised weights in 16 bits alone, where 1e-4 cannot be aske
 served from a plain checkpoint, too, and what both are off is compared.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A start that is refused ends with one line, whichever process has refused it; tracebacks are for debugging."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 On the V1 runner; `test_scheduler.py` has V2 and asynchronous scheduling, with a runner that stands in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The requests of a worker follow the schedule: what each reads, and what is let go."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ Here V1 runs with that of CPUs; `test_gpu_attention.py` runs this file with that
 is compared with transformers.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

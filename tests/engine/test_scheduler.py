@@ -5,8 +5,6 @@ its own table of requests. Asynchronous scheduling puts the next step together b
 known.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from typing import Any

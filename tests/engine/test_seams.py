@@ -1,7 +1,5 @@
 """A vLLM that was never tried: its names and methods are looked for, and what is missing is named."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 from pathlib import Path

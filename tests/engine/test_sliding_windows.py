@@ -3,8 +3,6 @@
 Gemma 2 has a soft cap on its logits, too, and gpt-oss sinks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafts are made without memory and checked with it: the answers are those without drafts."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

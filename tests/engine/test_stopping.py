@@ -1,7 +1,5 @@
 """The end of an engine: requests and calls end with it, and with a time-out those that run may end before it."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that vLLM serves through its Transformers backend."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A request with its own memory and one that it shares with others: both act on its answer, and nobody else's does."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

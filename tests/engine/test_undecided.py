@@ -1,7 +1,5 @@
 """What prompts tell index and gate: hidden states of every step, and values from the blocks of a request."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -17,10 +17,10 @@ from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from inducekv_vllm.workers import memory_worker
 from inducekv_vllm.workers.cpu import InduceKVCPUWorker
 from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 from inducekv_vllm.workers.refusals import check_most_entries
+from inducekv_vllm.workers.steps import PIECE_S, Steps
 from tests.bundles import random_gate
 from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool
 
@@ -81,21 +81,26 @@ def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
     assert of_gpu.make_attention(2, 8)._most_graph_rows == rows
 
 
-def test_loads_leave_the_cores_to_a_step_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, seen = 0.0, []
-
-    def step(running: InduceKVCPUWorker, scheduled: object) -> None:
-        nonlocal now
-        now += 10 * memory_worker.STEPPING_S
-        seen.append(running._is_stepping())
-
-    monkeypatch.setattr(memory_worker, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(CPUWorker, "execute_model", step)
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_loads_let_a_step_go_first_until_its_tokens_are_there(
+    is_sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inducekv_vllm.workers.steps.LONGEST_REST_S", 0.0)
     stepping: Any = InduceKVCPUWorker.__new__(InduceKVCPUWorker)
-    nothing = SimpleNamespace(follow=lambda *_: None, end_step=lambda: None)
-    vars(stepping).update(_device=CPU, requests=nothing, attention=nothing, _runner=None, _rows=None)
+    seen: list[float] = []
+
+    def run(worker: InduceKVCPUWorker, _: object) -> object:
+        seen.append(worker.steps.go_first())
+        return None if is_sampled else "output"
+
+    monkeypatch.setattr(CPUWorker, "execute_model", run)
+    monkeypatch.setattr(CPUWorker, "sample_tokens", run, raising=False)
+    nothing = SimpleNamespace(follow=lambda *_: None, end_step=lambda: None, attached=lambda output: output)
+    vars(stepping).update(_device=CPU, requests=nothing, attention=nothing, decisions=nothing, _runner=None, _rows=None)
+    stepping.steps = Steps()
     stepping.execute_model(None)
-    for _ in range(2):
-        seen.append(stepping._is_stepping())
-        now += memory_worker.STEPPING_S
-    assert seen == [True, True, False]
+    seen.append(stepping.steps.go_first())
+    if is_sampled:
+        stepping.sample_tokens(None)
+        seen.append(stepping.steps.go_first())
+    assert seen == ([PIECE_S, PIECE_S, PIECE_S, 0.0] if is_sampled else [PIECE_S, 0.0])

@@ -3,8 +3,6 @@
 Triton finds backends by the entry points of distributions: see `install` in `test_gpu_attention.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

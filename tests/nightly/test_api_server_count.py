@@ -1,7 +1,5 @@
 """Real servers with `--api-server-count 2`, under requests: two ranks of tensor parallelism, and two engines."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

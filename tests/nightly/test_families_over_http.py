@@ -4,8 +4,6 @@ Half an hour for all of them on two cores. Not gpt-oss: its server writes prompt
 vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`benchmarks.from_a_table` asks two real servers, one with memory and one with LoRA."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

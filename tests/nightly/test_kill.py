@@ -3,8 +3,6 @@
 The next server serves what was acknowledged last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """kill -9 in every phase of a version: the next server serves what was acknowledged last, and nothing else is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 The slow tests need the extra `real` and a converted model, in the cache of `benchmarks.real.model`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import zipfile

@@ -1,7 +1,5 @@
 """Data, models and a finished run that many tests read: each is made once."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

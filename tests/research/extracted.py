@@ -1,7 +1,5 @@
 """Bundles as the model gives their entries, without any training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

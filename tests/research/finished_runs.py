@@ -1,7 +1,5 @@
 """Folders of finished runs, written by hand, and the command of the diagnostics that read them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streams of two tasks that any method of the benchmark learns in seconds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path

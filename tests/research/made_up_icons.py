@@ -1,7 +1,5 @@
 """A cache with the npm packages of `benchmarks.research.real_pictures`, made up: blots in place of drawings."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

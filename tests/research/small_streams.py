@@ -1,7 +1,5 @@
 """Two tasks of the demo world, a few examples and two steps each: what the tests of the stream run on."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable, Iterator

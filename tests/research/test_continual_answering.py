@@ -166,7 +166,7 @@ def test_a_system_message_stands_first_and_once():
 def shown(model, backbone, suite, tmp_path) -> Shown:
     """Three exemplars of each task before a question."""
     stored = [*suite.tasks[0].train, *suite.tasks[1].train]
-    AnchorStore(tmp_path / EXEMPLARS).append(stored, run="all", seed=0)
+    AnchorStore(tmp_path / EXEMPLARS).append(stored)
     Neighbours.none(backbone.hidden_size, 3).after(extract_keys(backbone, stored)).write(tmp_path / KEYS)
     found = plan(Artifact("exemplars", EXEMPLARS, 0, {}), tmp_path, model, lambda _: backbone)
     assert isinstance(found, Shown)

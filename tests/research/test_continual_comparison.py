@@ -1,7 +1,5 @@
 """Means and paired differences of hand-made streams."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

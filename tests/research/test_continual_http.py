@@ -1,7 +1,5 @@
 """Questions asked over HTTP: of real servers, and of one made for the tests."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

@@ -1,7 +1,5 @@
 """Every memory method on two tasks of the demo world, a random tiny LLaVA, a handful of examples and a few steps."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

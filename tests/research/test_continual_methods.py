@@ -1,7 +1,5 @@
 """The rivals of the memory, on a tiny model and two tasks of the demo world, against what is known of each."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Settings of methods, and presets: options from a file, under the user's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.research.continual.__main__ import parse

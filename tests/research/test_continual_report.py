@@ -1,7 +1,5 @@
 """The page and the JSON file of a hand-made folder: the demo world, two tasks, a few questions."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Rivals from the paper's tables: what each adds to a LoRA or a linear layer, by hand and by brute force."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

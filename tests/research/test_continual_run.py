@@ -1,7 +1,5 @@
 """Runs: what they write, and that nothing is lost or counted twice however they are stopped."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The search: all combinations of a grid, on validation questions alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

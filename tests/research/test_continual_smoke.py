@@ -1,7 +1,5 @@
 """The smoke run: the command, its preset, methods of every family, and servers of its own, which end with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

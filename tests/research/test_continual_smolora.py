@@ -1,7 +1,5 @@
 """SMoLoRA's experts are those that its description chooses, and a request keeps them while it is answered."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Suites: in what order and how much of them, and from files, where every mistake is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Facts on other people's questions: every form of a set is read, and what is counted is what was asked."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Facts by their number: what is timed is found, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory in some layers alone has the bytes of memory in all, and does nothing elsewhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The budget conversion against the numbers the paper prints."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`benchmarks.from_a_table` learns as the methods of the streams do, with the same settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.from_a_table import __main__ as command

@@ -1,7 +1,5 @@
 """What gates are fitted with, and what they are measured with, have no text in common."""
 
-from __future__ import annotations
-
 from benchmarks.research.gate.wordings import read_lists
 from selector.gate.background import everyday_requests, phrases
 

@@ -1,7 +1,5 @@
 """The measurement of the relevance gate: its questions, its table, and the whole of it on the demo model."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stdout

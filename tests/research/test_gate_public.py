@@ -1,7 +1,5 @@
 """The gate on other people's requests: what is a task, what is outside, and what is counted."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The footprint formula and its table, against the figures the paper prints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

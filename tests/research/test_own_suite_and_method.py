@@ -1,7 +1,5 @@
 """What a researcher wrote outside the repository: the documented examples run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

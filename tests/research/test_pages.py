@@ -1,7 +1,5 @@
 """What the pages say of research is true: commands begin, tables are complete, plots are those of the files."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

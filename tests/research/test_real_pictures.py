@@ -1,7 +1,5 @@
 """The real-picture stream, on made-up packages: what its splits share, and what tasks ask about."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The suite of the real-data text stream: on made-up data."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 

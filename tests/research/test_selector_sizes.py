@@ -1,7 +1,5 @@
 """What is continued from a few layers: the line, the weights' bytes, and what autograd keeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

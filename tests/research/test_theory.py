@@ -1,7 +1,5 @@
 """The checks of the paper's theory find what is wrong, and the page says what they found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

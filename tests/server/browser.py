@@ -1,7 +1,5 @@
 """A headless Chromium, driven by its DevTools protocol."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

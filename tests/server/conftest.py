@@ -1,7 +1,5 @@
 """The clients of the server that all HTTP tests share (tests/conftest.py), and a bundle behind a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

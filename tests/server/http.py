@@ -1,7 +1,5 @@
 """Shared by the HTTP tests: requests, responses and the memory routes."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Servers of tiny models for tests: one with bundles, one with LoRA and a bundle that requests share."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Workers that fail or wait where a test wants it; a server of the tests starts them by their paths."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

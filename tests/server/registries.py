@@ -1,7 +1,5 @@
 """A registry of bundles without an engine: its workers take everything."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

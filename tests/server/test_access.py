@@ -1,7 +1,5 @@
 """Who may change bundles, from where, and whose traces are whose."""
 
-from __future__ import annotations
-
 import os
 import re
 from http import HTTPStatus

@@ -3,8 +3,6 @@
 vLLM's check of the key stands before our routes, as in its server.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a registry records of its changes, which signatures it asks for, and what it forgets; the workers take all."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Bodies of requests: who may send one, how large it may be, and what other requests notice of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from argparse import Namespace

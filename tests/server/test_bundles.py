@@ -1,7 +1,5 @@
 """Loading, replacing and unloading bundles over HTTP, also while requests run, and every bad bundle."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

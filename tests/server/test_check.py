@@ -1,7 +1,5 @@
 """`inducekv-serve --check` says what is installed and judges a start in its own words, for people and bug reports."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of changing bundles in its shortest form: a tiny model, 32 requests at a time, and steady changes."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

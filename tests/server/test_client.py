@@ -1,7 +1,5 @@
 """`selector.Server` with a real server."""
 
-from __future__ import annotations
-
 import pytest
 
 from selector.client import Server, ServerError

@@ -1,7 +1,5 @@
 """A document's memory is served like any other: asked for by name, kept out elsewhere, replaced by its next version."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forgetting on a running server: nothing answers with what it has forgotten, and no file of its own holds it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """A memory behind a relevance gate, over HTTP: open and closed, the trace and the counters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import openai

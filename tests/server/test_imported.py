@@ -1,7 +1,5 @@
 """What was trained elsewhere answers as there: PEFT's prefixes and soft prompts, a cartridge, a text in front."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

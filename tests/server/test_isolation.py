@@ -1,7 +1,5 @@
 """More than a hundred requests at once over three bundles and none: each answers as if it were alone."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

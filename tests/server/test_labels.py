@@ -1,7 +1,5 @@
 """However many names are asked for, `/metrics` has series for few of them: the ones that are asked for the most."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """`inducekv-serve`: the arguments it passes to vLLM, and what it refuses before anything heavy starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

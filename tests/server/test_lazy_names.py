@@ -1,7 +1,5 @@
 """Over HTTP: a bundle that nobody has loaded answers when it is asked for by name, and lists are paged."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The life of a version: whatever happens in whichever phase, requests get what they ask for, and nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable

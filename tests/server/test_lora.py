@@ -1,7 +1,5 @@
 """A server with LoRA: its bundles run without an adapter, beside requests that have one."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace

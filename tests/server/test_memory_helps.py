@@ -1,7 +1,5 @@
 """The demo bundle on a server: it answers its task's questions, and the base's as the model does without it."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from itertools import islice

@@ -1,7 +1,5 @@
 """A damaged table is learned whole or refused: alike by the command, from Python, and row by row over HTTP."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

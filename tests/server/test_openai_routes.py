@@ -1,7 +1,5 @@
 """vLLM's own OpenAI routes with a bundle as the model, through the official client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

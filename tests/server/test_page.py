@@ -1,7 +1,5 @@
 """`--memory-page`: the page and the latest decisions; in a browser, where there is one."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Pictures over HTTP: chats and teaching refuse what task data may not have, in the same words, and take the rest."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from random import Random

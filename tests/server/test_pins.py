@@ -1,7 +1,5 @@
 """Names of bundles, and names pinned to a version, in vLLM's table of adapters."""
 
-from __future__ import annotations
-
 import pytest
 from vllm.lora.request import LoRARequest
 

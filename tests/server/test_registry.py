@@ -1,7 +1,5 @@
 """The registry over a real engine: versions, leases and releases, down to the worker's memory."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The pool as a cache: who leaves it, who stays, and who waits; the workers are imitated, and have little room."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

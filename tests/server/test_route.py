@@ -1,7 +1,5 @@
 """A bundle that sends each task to its own LoRA adapter: `inducekv-bundle route`, and the server that loads it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -5,8 +5,6 @@ An answer is held to the very tokens whose NLL the selector measures. vLLM's log
 So every example's answer is one token, once or repeated, and then the token that ends the turn.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

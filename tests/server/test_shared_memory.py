@@ -1,7 +1,5 @@
 """`--memory-shared`: requests to any bundle have one more memory; each says so, and all can do without it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

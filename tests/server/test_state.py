@@ -1,7 +1,5 @@
 """The state file of a server: what is kept, whose files are left alone, and what a failure leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3
@@ -83,7 +81,6 @@ def test_a_server_that_starts_has_the_names_of_its_predecessor_and_nothing_resid
     state = ServerState(tmp_path / "state", keeps_bundles=True)
     for bundle in BUNDLES[:2]:
         point(state, "m", bundle)
-    state.attempt("n", loading=True)
     state.begun("one")
     state.close()
     again = ServerState(tmp_path / "state", keeps_bundles=True)
@@ -91,7 +88,6 @@ def test_a_server_that_starts_has_the_names_of_its_predecessor_and_nothing_resid
     assert again.snapshot(["m", "n"]) == Snapshot({}, {"m": BUNDLES[1].digest})
     assert again.find("m") == Served(BUNDLES[1].digest, None, None)
     assert not again.has_begun("one")
-    assert not again.attempt_of("n").loading
     assert digests(again, "m") == [1, 0]
     assert again.kept(BUNDLES[0].digest)[1] == content_of(BUNDLES[0])
 
@@ -248,8 +244,6 @@ def test_a_version_that_a_process_uses_does_not_leave_the_pool(tmp_path: Path) -
 def test_what_is_of_the_running_server_alone_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     state = ServerState(tmp_path / "state", keeps_bundles=False)
     flushed = state._durable.total_changes
-    state.attempt("m", loading=True)
-    assert state.attempt_of("m").loading
-    state.attempted("m", loading=True, change="load", reason="no such file", says_something=True)
-    assert state.attempt_of("m").reason == "no such file"
+    state.put_trace("owner", None, "r", {"digest": BUNDLES[0].digest})
+    assert state.traces("owner", None, "r") == [{"digest": BUNDLES[0].digest}]
     assert state._durable.total_changes == flushed

@@ -1,7 +1,5 @@
 """What a user can set stays few: a new flag, field or parameter needs another one to go."""
 
-from __future__ import annotations
-
 from tests.surface import surface
 
 MOST = 170

@@ -1,7 +1,5 @@
 """Teaching over HTTP: facts serve when the answer comes, and are listed, corrected and forgotten."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

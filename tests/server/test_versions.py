@@ -1,7 +1,5 @@
 """Versions of a name on a registry whose workers take everything: compare and swap, rollback, and restarts."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

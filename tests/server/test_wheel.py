@@ -1,7 +1,5 @@
 """The sdist and the wheel made of it are whole: installed where the repository is not, the three commands run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

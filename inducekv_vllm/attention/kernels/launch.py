@@ -1,7 +1,5 @@
 """Checks and launches the kernels. Shapes: see the package."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 
 from . import device
-from .layout import COLUMNS, INTEGERS, TERMS, LayerPool, SlotTables, StepTensors
+from .layout import LayerPool, SlotTables, StepTensors
 from .tiles import LaunchShape, Processors, lanes_per_row
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,17 +39,13 @@ def add_memory(
     It never waits for the device, and allocates only the partial results of a split.
 
     Args:
-        pool, tables: as `check` has accepted them.
+        pool: as `check` has accepted it.
         step: a plan for `shape`.
         query: [R, H, D], rotated.
         output: [R, H, V], of self-attention.
         self_lse: [R, H] float32, the natural log-sum-exp of self-attention, with any strides; needed if `shape.lse`.
         scale: the softmax scale.
-
-    Raises:
-        ValueError: the arguments do not fit `shape` or each other.
     """
-    _check_call(pool, query, output, self_lse, shape)
     arguments = arguments_of(pool, tables, step, query, output, self_lse, scale, shape)
     kernel, grid = device.memory_tiles, (shape.programs, len(pool.keys), 1)
     if INTERPRETED:
@@ -122,12 +116,7 @@ def arguments_of(
 
 @lru_cache(maxsize=1)  # every layer of a step asks
 def _arguments_of_step(tables: SlotTables, step: StepTensors, shape: LaunchShape, J: int, V: int) -> dict[str, Any]:
-    """Layers run one after the other and share the partial results. Raises ValueError: the plan has other sizes."""
-    if (found := tuple(tuple(tensor.shape) for tensor in step.plan)) != shape.plan_sizes:
-        raise ValueError(
-            f"a plan of {shape.tiles} tiles of {shape.height} rows and {shape.items} work items for {shape.rows} rows "
-            f"is expected, in tensors of {shape.plan_sizes}, found {found}"
-        )
+    """Layers run one after the other and share the partial results."""
     partial_output = partial_sums = None
     if shape.split:
         parts = (shape.parts, J, shape.block_rows, V)
@@ -164,14 +153,13 @@ def processors(of: torch.device) -> Processors:
     return Processors(properties["multiprocessor_count"], properties["max_shared_mem"])
 
 
-def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
-    """Check once what no launch checks again.
+def check(pool: LayerPool, num_heads: int) -> None:
+    """What depends on the model, once; the shapes of tables and plans are those that `layout.py` makes.
 
     Raises:
-        ValueError: the kernels cannot work with this pool and these tables, or they do not fit each other.
+        ValueError: the kernels cannot work with this pool.
     """
-    heads, tokens, head_size = pool.keys.shape
-    slots, entries = tables.token_index.shape
+    heads, _, head_size = pool.keys.shape
     value_size = pool.values.shape[-1]
     if value_size < head_size:
         if value_size not in LATENT_SIZES or head_size - value_size not in ROTATED_SIZES:
@@ -191,54 +179,3 @@ def check(pool: LayerPool, tables: SlotTables, num_heads: int) -> None:
         )
     if pool.keys.dtype not in DTYPES:
         raise ValueError(f"the pool must be {', '.join(map(str, DTYPES))}, found {pool.keys.dtype}")
-    if (pool.map_in is None) != (pool.map_out is None):
-        raise ValueError("a pool has both parts of its maps or none")
-    width = num_heads // heads * value_size
-    maps = tables.map_index.shape[1]
-    like_keys: dict[str, tuple[int, ...]] = {"keys": (heads, tokens, head_size), "values": (heads, tokens, value_size)}
-    if pool.map_in is not None:
-        like_keys |= dict.fromkeys(("map_in", "map_out"), (heads, pool.map_in.shape[1], width))
-    of_layer = like_keys | dict.fromkeys(("value_gate", "bias"), (slots,))
-    of_slots: dict[str, tuple[int, ...]] = dict.fromkeys(COLUMNS, (slots,))
-    of_slots |= dict.fromkeys(TERMS, (slots, entries))
-    of_slots |= dict.fromkeys(("map_index", "map_weight"), (slots, maps))
-    for owner, shapes in ((pool, of_layer), (tables, of_slots)):
-        for name, shape in shapes.items():
-            tensor: Tensor = getattr(owner, name)
-            dtype = torch.int32 if name in INTEGERS else torch.float32
-            dtype = pool.keys.dtype if name in like_keys else dtype
-            _check_tensor(name, tensor, shape, dtype, pool.keys.device)
-    alike = (pool, ("value_gate", "bias")), (tables, COLUMNS), (tables, TERMS), (tables, ("map_index", "map_weight"))
-    for owner, names in alike:
-        if len(strides := {getattr(owner, name).stride(0) for name in names}) > 1:
-            raise ValueError(f"{', '.join(names)} must have one stride from slot to slot, found {sorted(strides)}")
-
-
-def _check_call(pool: LayerPool, query: Tensor, output: Tensor, self_lse: Tensor | None, shape: LaunchShape) -> None:
-    if query.is_cuda == INTERPRETED:
-        raise ValueError(
-            f"the kernels are {'interpreted' if INTERPRETED else 'compiled'}, and the query is on {query.device}: "
-            "TRITON_INTERPRET=1 must be set before triton is first imported, and only where there is no GPU"
-        )
-    of_output, dtype = (*query.shape[:-1], pool.values.shape[-1]), pool.keys.dtype
-    if query.dtype != dtype or output.dtype != dtype or output.shape != of_output:
-        raise ValueError(
-            f"query and output must be {dtype}, and the output {list(of_output)}, "
-            f"found {query.dtype} {list(query.shape)} and {output.dtype} {list(output.shape)}"
-        )
-    if query.stride(-1) != 1 or output.stride(-1) != 1:
-        raise ValueError("the last dimension of query and output must be contiguous")
-    if shape.lse and (self_lse is None or self_lse.shape != query.shape[:2] or self_lse.dtype != torch.float32):
-        raise ValueError(f"merged memory needs the log-sum-exp of self-attention, float32 {list(query.shape[:2])}")
-    if shape.maps and pool.map_in is None:
-        raise ValueError("the launch is for maps, and the pool has none")
-
-
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, on: torch.device) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != on:
-        raise ValueError(
-            f"{name} must be {dtype} {list(shape)} on {on}, "
-            f"found {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        )
-    if tensor.dim() > 1 and tensor.numel() and tensor.stride(-1) != 1:
-        raise ValueError(f"the last dimension of {name} must be contiguous, found the stride {tensor.stride(-1)}")

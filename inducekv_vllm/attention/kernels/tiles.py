@@ -4,8 +4,6 @@ A tile is one program's rows, all of one slot. The G heads of a KV head are fold
 lane = row * `lanes_per_row` + head. A work item is a range of the tokens of a tile's memory. Shapes: see the package.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

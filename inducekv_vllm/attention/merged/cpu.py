@@ -4,8 +4,6 @@ Prefill uses PyTorch's fused CPU attention, which returns a log-sum-exp. The G q
 the row axis, so K is not repeated. Decode is one matrix product over all rows of a batch. Softmax sums are float32.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

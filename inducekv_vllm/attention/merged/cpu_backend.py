@@ -4,8 +4,6 @@ It replaces the built-in backend, because vLLM's CPU platform ignores `--attenti
 calls the built-in implementation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

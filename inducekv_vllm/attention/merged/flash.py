@@ -4,8 +4,6 @@ FlashAttention computes it anyway and vLLM drops it. Without merged memory in a 
 vLLM's own.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from torch import Tensor

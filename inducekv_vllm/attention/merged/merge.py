@@ -1,7 +1,5 @@
 """Merges two attentions over disjoint tokens into the attention over both."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The metadata builder computes this once per step, and every layer uses it. Prefi
 Decode rows are batched by the shape of their memory, so that no layer loops over requests.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

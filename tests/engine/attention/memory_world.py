@@ -1,7 +1,5 @@
 """A pool with bundles of both forms, memories of them, and the GPU worker's memory attention around their steps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The CPU kernels, the step plan and the merge, against one plain softmax in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """FlashAttention with its log-sum-exp is called as vLLM calls it without."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which rows of a step the kernels read, what graphs find in their buffers, and what is refused, by their twin."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

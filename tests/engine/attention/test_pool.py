@@ -1,7 +1,5 @@
 """The resident pool: what lies where, what does not fit, and what is left of a bundle that is gone (nothing)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

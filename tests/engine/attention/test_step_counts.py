@@ -3,8 +3,6 @@
 The runner, the device and the kernels are stand-ins; who copies, launches and waits is the worker's own code.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

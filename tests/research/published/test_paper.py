@@ -1,7 +1,5 @@
 """The paper's tables as data: each row whole, and what the text says about them."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.research.published.paper import MIXED, TABLES

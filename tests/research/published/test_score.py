@@ -1,7 +1,5 @@
 """`python -m benchmarks.research.score` on every task of every suite in tiny files, and on bad predictions."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every scorer on cases that were computed by hand, as published and as corrected."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Those that concern one answer are cases of test_scorers.py; here are those of counting, pairing and whole files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

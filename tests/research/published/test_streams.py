@@ -1,7 +1,5 @@
 """Published suites as streams: from a folder of tiny files to the page, in this process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny suites in the published layouts, with made-up rows."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Sequence

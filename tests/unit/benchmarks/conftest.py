@@ -1,7 +1,5 @@
 """A model that many tests read, and gates that are fitted in little time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the data packages would hold, made up: as much as the real-data text stream needs, and nothing true in it."""
 
-from __future__ import annotations
-
 from itertools import product
 from random import Random
 

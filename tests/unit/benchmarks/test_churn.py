@@ -1,7 +1,5 @@
 """The verdicts of the benchmark of changing bundles, and its complete short run (slow)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A suite's data are made by one process at a time, in a folder of their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The comparison of documents: its questions can be answered from the documents, and it judges by their values."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

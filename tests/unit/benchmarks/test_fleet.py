@@ -1,7 +1,5 @@
 """The benchmark of many bundles finds an answer that is not the bundle's own, and takes either one while it changes."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """`benchmarks.from_a_table`: every way learns the rows once, and what is asked of it stands beside its bytes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

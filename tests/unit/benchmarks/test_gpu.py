@@ -1,7 +1,5 @@
 """The command for machines with a GPU would run every check and benchmark, with options that they know."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

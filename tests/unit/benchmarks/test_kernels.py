@@ -1,7 +1,5 @@
 """The kernels' benchmark as far as it runs without a GPU: results, bytes, operations, targets, plot, machine code."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

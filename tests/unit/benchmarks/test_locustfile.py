@@ -1,7 +1,5 @@
 """The locust file as its users start it. (locust patches the process that imports it.)"""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

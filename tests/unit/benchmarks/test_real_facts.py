@@ -1,7 +1,5 @@
 """`benchmarks.real.facts`: what counts as said, right and untouched. A stand-in answers for the server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

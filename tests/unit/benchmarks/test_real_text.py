@@ -1,7 +1,5 @@
 """The real-data text stream: what its splits share, on made-up data, and on the installed packages if there are any."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

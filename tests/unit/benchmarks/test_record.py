@@ -1,7 +1,5 @@
 """A benchmark's result says which command printed it, and on what machine."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.machinery import ModuleSpec

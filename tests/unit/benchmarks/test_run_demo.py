@@ -1,7 +1,5 @@
 """What the demonstration asks and counts, and that a real model's memory, a tiny one's here, is taught once."""
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The serving benchmark: its prompts, what its servers share, and its complete smoke run (slow)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

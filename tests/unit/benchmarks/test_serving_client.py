@@ -1,7 +1,5 @@
 """The serving benchmark's client: what it takes of a streamed answer, and what it does not accept."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Passes over the cells: they go by turns, and end with the budget or the count."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The tables of the serving benchmark: medians, ratios and targets, and what is not counted in them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The profile of a decoding step: which events count, and which steps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

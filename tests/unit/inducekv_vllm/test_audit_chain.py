@@ -1,7 +1,5 @@
 """The chain of records: what was changed is found."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The bundle file: what is written comes back, and nothing that is wrong gets in."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -28,10 +26,10 @@ from inducekv_vllm.bundle import (
     FactRecord,
     bundle_digest,
     bundle_without_entries,
-    check_bundle,
     file,
     read_bundle,
     sign_digest,
+    with_metadata,
     write_bundle,
 )
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
@@ -444,7 +442,7 @@ def test_create_refuses_what_the_file_could_not_hold() -> None:
     with pytest.raises(BundleError, match="payload_values contains NaN or infinite"):
         random_bundle(payload_values=torch.full((L, 5, J, 4, D), 1e6))  # beyond float16
     with pytest.raises(BundleError, match="a relevance gate needs all of its tensors and at least one task"):
-        check_bundle(replace(GATED, gate=None), "b")
+        with_metadata(replace(GATED, gate=None))
     with pytest.raises(BundleError, match="settings must be JSON values"):
         random_bundle(settings={"rate": NAN})
     with pytest.raises(BundleError, match=r"payload_values must be .*\[3, 5, 2, 3, 8\], found"):

@@ -1,7 +1,5 @@
 """Decoupled memory, its activations and its maps in a bundle: what is stored, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

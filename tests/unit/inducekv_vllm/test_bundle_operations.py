@@ -1,7 +1,5 @@
 """The next versions of bundles: entries taken and joined, another gate, other metadata."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.bundle import ENTRY_AXES, Bundle, FactRecord, check_bundle, read_bundle, write_bundle
+from inducekv_vllm.bundle import ENTRY_AXES, Bundle, FactRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import BundleError
 from tests.bundles import G, J, L, random_bundle, random_gate, random_gated_bundle, random_maps
 
@@ -46,8 +44,8 @@ def test_a_gate_is_one_field(tmp_path: Path) -> None:
         assert (found.record, found.tasks) == (gate.record, gate.tasks)
         assert all(torch.equal(found.tensors()[name], tensor) for name, tensor in gate.tensors().items())
     assert bundle.next(gate=None).metadata.gate is None
-    with pytest.raises(BundleError, match="b: the gate is not the one that the metadata describes"):
-        check_bundle(replace(bundle, gate=replace(gate, tasks=("b", "a"))), "b")
+    with pytest.raises(BundleError, match="bundle: the gate is not the one that the metadata describes"):
+        with_metadata(replace(bundle, gate=replace(gate, tasks=("b", "a"))))
 
 
 def test_a_gate_has_tasks_of_facts_alone() -> None:

@@ -1,7 +1,5 @@
 """The error for each kind of model folder that cannot have a memory."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The platforms' ways to move tensors, which must agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a bundle keeps of the pictures of a fact, and which of its questions a request about a picture asks."""
 
-from __future__ import annotations
-
 import base64
 import io
 

@@ -1,7 +1,5 @@
 """Fingerprints do not depend on how a model is stored, and differ for every relevant change."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The parts of a gate that see means and words, against their definitions, and in a file."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

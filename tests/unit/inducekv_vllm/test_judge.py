@@ -1,7 +1,5 @@
 """How a model is asked to judge: no request speaks to it, and what it is worth is counted as it is said."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A sentence encoder for facts: its vectors are those of transformers, computed once, and what is none is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

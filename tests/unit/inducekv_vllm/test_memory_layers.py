@@ -1,7 +1,5 @@
 """Memory's layers are those with attention: a checkpoint that says otherwise than it is gets a name and a reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,55 +14,52 @@ from inducekv_vllm.pace import beside_requests, rest
 from tests.bundles import random_bundle
 
 
-@pytest.fixture
-def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The rests; none is waited for, every piece is long enough for one, and the first ones too."""
-    found: list[float] = []
-    monkeypatch.setattr(pace.time, "sleep", found.append)
-    monkeypatch.setattr(pace, "PIECE_S", 0.0)
-    monkeypatch.setattr(pace, "UNPACED_S", 0.0)
-    return found
+def test_requests_go_first_before_each_piece_that_is_done_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = 5.0, list[float]()  # CPU time of the thread, in seconds
+    monkeypatch.setattr(pace.time, "thread_time", lambda: now)
 
+    def go_first() -> float:
+        asked.append(now)
+        return 1.0 if now < 9.0 else 0.0  # then there are none
 
-def test_it_takes_a_quarter_of_a_core_while_requests_run(rests: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 0.0  # CPU time of the thread, in seconds
-    monkeypatch.setattr(pace.time, "thread_time", lambda: clock)
-    with beside_requests(lambda: False):
-        clock += 2.0
-        rest()
+    with beside_requests(go_first):
+        for moment in (5.0, 5.5, 5.9, 6.0, 6.5, 9.0, 9.1, 9.2):
+            now = moment
+            rest()
     rest()
-    assert rests == []
-    with beside_requests(lambda: True):
-        clock += 2.0
-        rest()
-    assert rests == [6.0]
+    assert asked == [5.0, 6.0, 9.0, 9.1, 9.2]
 
 
-def test_work_of_a_few_milliseconds_is_done_in_one_go(rests: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 0.0
-    monkeypatch.setattr(pace.time, "thread_time", lambda: clock)
-    monkeypatch.setattr(pace, "UNPACED_S", 5.0)
+def test_the_next_work_asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace.time, "thread_time", lambda: 5.0)
+    asked = list[None]()
     for _ in range(2):
-        with beside_requests(lambda: True):
-            for _ in range(3):  # the third piece ends behind the fifth second
-                clock += 2.0
-                rest()
-    assert rests == [6.0] * 2
+        with beside_requests(lambda: asked.append(None) or 1.0):
+            rest()
+            rest()
+    assert len(asked) == 2
+
+
+@pytest.fixture
+def rests() -> Iterator[list[None]]:
+    """Of work whose every rest finds no request."""
+    found = list[None]()
+    with beside_requests(lambda: found.append(None) or 0.0):
+        yield found
 
 
 def test_a_bundle_is_checked_in_pieces_that_do_not_grow_with_it(
-    rests: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rests: list[None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inducekv_vllm.bundle.tensors.AT_ONCE", 100)
     path = tmp_path / "bundle.safetensors"
     write_bundle(bundle := random_bundle(num_entries=400, seed=1), path)
-    with beside_requests(lambda: True):
-        read_bundle(path)
+    rests.clear()
+    read_bundle(path)
     values = sum(tensor.numel() for tensor in bundle.tensors().values())
     assert len(rests) >= 2 * values / 100  # for NaN, and for the digest
 
 
-def test_each_question_of_a_bundle_is_read_in_a_piece_of_its_own(rests: list[float]) -> None:
-    with beside_requests(lambda: True):
-        QuestionIndex([f"What is code {number} of the tower?" for number in range(20)])
+def test_each_question_of_a_bundle_is_read_in_a_piece_of_its_own(rests: list[None]) -> None:
+    QuestionIndex([f"What is code {number} of the tower?" for number in range(20)])
     assert len(rests) == 20

@@ -1,7 +1,5 @@
 """A sequence classifier as a judge: its odds are those of transformers, and what cannot judge is refused."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

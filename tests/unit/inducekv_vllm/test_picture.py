@@ -1,7 +1,5 @@
 """Pixels of picture files: what is no picture, or too large a one, is refused in words before anything decodes it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

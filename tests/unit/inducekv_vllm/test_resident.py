@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import pytest
 from inducekv_vllm.attention.ranges import Ranges, Region
 from inducekv_vllm.errors import BundleError, CapacityError
 from inducekv_vllm.pace import rest
+from inducekv_vllm.workers import resident
 from inducekv_vllm.workers.resident import ResidentBundles
+from inducekv_vllm.workers.steps import Steps
 
 
 class Host(SimpleNamespace):
@@ -55,7 +58,7 @@ def loader() -> Loader:
 
 @pytest.fixture
 def bundles(loader: Loader) -> Iterator[ResidentBundles]:
-    bundles = ResidentBundles(loader.load, loader.store, lambda: False, host_bytes=25)
+    bundles = ResidentBundles(loader.load, loader.store, Steps(), host_bytes=25)
     yield bundles
     loader.may_erase.set()
     loader.let_go.set()
@@ -195,25 +198,30 @@ def test_what_is_to_be_erased_is_erased_before_later_loads_and_before_the_end(
     assert len(loader.threads) == 5  # F was never begun
 
 
-def test_loads_and_erasures_rest_while_there_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inducekv_vllm.pace.PIECE_S", 0)  # every piece is long enough, the first ones too
-    monkeypatch.setattr("inducekv_vllm.pace.UNPACED_S", 0)
-    asked: list[str] = []
-    ranges = Ranges(8, lambda place: rest())
+def test_loads_and_erasures_wait_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inducekv_vllm.workers.steps.LONGEST_REST_S", 30)
+    steps, done = Steps(), list[str]()
+    ranges = Ranges(8, lambda place: (rest(), done.append("erased")))
 
     def load(path: str, digest: str) -> Any:
         rest()
+        done.append("loaded")
         return SimpleNamespace(nbytes=1)
 
     def store(host: Any) -> Any:
         return SimpleNamespace(region=ranges.allocate(2))
 
-    bundles = ResidentBundles(load, store, lambda: asked.append(threading.current_thread().name) is not None)
-    bundles.begin("a", "A")
-    wait(bundles, "A")
-    bundles.unload("A")
+    bundles = ResidentBundles(load, store, steps)
+    for change in (lambda: bundles.begin("a", "A"), lambda: bundles.unload("A")):
+        before = list(done)
+        steps.begin()
+        change()
+        time.sleep(0.05)
+        assert done == before
+        steps.end()
+        settle(bundles)
     bundles.close()
-    assert [each for each in asked if each != threading.current_thread().name] == ["inducekv-load_0"] * 2
+    assert done == ["loaded", "erased"]
 
 
 def load(bundles: ResidentBundles, digest: str) -> Any:
@@ -222,22 +230,21 @@ def load(bundles: ResidentBundles, digest: str) -> Any:
 
 
 @pytest.mark.parametrize(("is_busy", "is_copied"), [(True, True), (True, False), (False, False)])
-def test_a_step_waits_as_long_as_it_is_told_and_only_for_a_copy(loader: Loader, is_busy: bool, is_copied: bool) -> None:
-    asked: list[float] = []
-    bundles = ResidentBundles(
-        loader.load, loader.store, lambda: is_busy, host_bytes=25, patience=lambda: asked.append(0.0) or 0.0
-    )
+def test_a_step_waits_as_long_as_it_may_and_only_for_a_copy(
+    loader: Loader, is_busy: bool, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(resident, "wait", lambda futures, seconds: waits.append(seconds))
+    steps: Any = SimpleNamespace(follow=is_busy, patience=0.25, go_first=lambda: 0.0)
+    bundles = ResidentBundles(loader.load, loader.store, steps, host_bytes=25)
     loader.let_go.set()
     if is_copied:
         load(bundles, "A")
         bundles.unload("A", keep=True)
         settle(bundles)
-    loader.let_go.clear()
-    asked.clear()
-    bundles.begin("a", "A")
-    assert asked == ([0.0] if is_copied or not is_busy else [])
-    loader.let_go.set()
-    assert wait(bundles, "A").digest == "A"
+    waits.clear()
+    assert load(bundles, "A").digest == "A"
+    assert waits == ([0.25] if is_copied or not is_busy else [])
     bundles.close()
 
 

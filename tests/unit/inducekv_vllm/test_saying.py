@@ -1,7 +1,5 @@
 """A stored answer is said token by token, whatever the model's distribution; what is ruled out stays so."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

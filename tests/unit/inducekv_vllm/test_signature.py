@@ -1,7 +1,5 @@
 """Signed bundles: who signed is known, and nothing else passes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import replace

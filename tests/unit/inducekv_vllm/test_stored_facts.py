@@ -1,7 +1,5 @@
 """Which fact of a bundle a prompt asks for: its tasks, what the gate has told, pictures, dates, and a begun answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Files that are replaced: whoever writes is killed, or not alone, and nothing is left or lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 A few mutations in every run; 10,000 bundles and 2,000 task files with `make test-mutations`.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """The layers of the repository, read from the source: imports point one way and form no cycle at any level."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """The documentation is true: its links, paths, commands and examples, and its tables of options and fields."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util

@@ -1,7 +1,5 @@
 """What users import is one flat list: nothing joins or leaves it unnoticed, and it costs nothing until it is used."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

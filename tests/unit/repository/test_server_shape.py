@@ -1,7 +1,5 @@
 """The shape of the server's code: what belongs together is in one object, not handed about in functions."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.imports import ROOT

@@ -1,7 +1,5 @@
 """Tiny backbones and a tiny task, made once for the whole session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

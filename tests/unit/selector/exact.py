@@ -1,7 +1,5 @@
 """Random directions, and a backbone in float64: what finite differences are compared on."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A server over HTTP that answers as a function says."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

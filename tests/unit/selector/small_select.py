@@ -1,7 +1,5 @@
 """`inducekv-select` as a program of its own whose gates are fitted to few questions."""
 
-from __future__ import annotations
-
 import sys
 
 from selector.cli.select import main

@@ -1,7 +1,5 @@
 """`inducekv-select` over a stream of tasks, with all outputs in one folder."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`selector.teach` and `selector.evaluate`: as the commands, with data in memory or in files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -136,7 +134,7 @@ def test_other_wordings_make_another_run() -> None:
     """What an earlier run has left is not taken for theirs."""
     rows = [{"prompt": f"Who keeps the {place}?", "answer": keeper} for place, keeper in KEEPERS.items()]
     runs = [
-        checked(TaskRequest(pytest.fail, DEFAULT, RefinedSettings(), read([row | also for row in rows]))).run
+        checked(TaskRequest(pytest.fail, DEFAULT, RefinedSettings(), read([row | also for row in rows]))).identity
         for also in ({}, {"also": []}, {"also": ["Its keeper?"]})
     ]
     assert runs[0] == runs[1] != runs[2]
@@ -145,7 +143,7 @@ def test_other_wordings_make_another_run() -> None:
 def test_what_is_refused(llava: Backbone, tasks: dict[str, Path]) -> None:
     row = {"id": "a", "prompt": "a", "answer": "b"}
     for error, problem, data, settings in (
-        (ConfigError, "unknown setting 'stepz'", tasks["colours"], {"stepz": 3}),
+        (ConfigError, "stepz: Extra inputs are not permitted", tasks["colours"], {"stepz": 3}),
         (TaskDataError, "a tenth is held out for validation: expected two examples at least", [row], {}),
         (TaskDataError, "row 2: the id 'a' occurs more than once", [row, row], {}),
         (TaskDataError, "row 1: no column is the answer", [{"prompt": "a"}], {}),

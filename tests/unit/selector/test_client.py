@@ -1,7 +1,5 @@
 """`selector.Server`: what each call sends, which key goes with it, and what its errors name."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,7 @@ def answer(request: Request) -> tuple[int, Any]:
         return 200, {"traces": [{"bundle": "m"}]}
     if request.path in ("/v1/memory_bundles/m", "/v1/memory_bundles/n"):
         is_there = request.path.endswith("/m")
-        return (200, {"bundle": {"digest": "d"}}) if is_there else (404, {"error": {"message": "there is none"}})
+        return (200, {"digest": "d"}) if is_there else (404, {"error": {"message": "there is none"}})
     return 200, {"digest": "d", "data": [{"name": "m", "id": "m", "digest": "d", "parent": "base"}]}
 
 

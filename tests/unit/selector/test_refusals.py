@@ -1,7 +1,5 @@
 """`inducekv-select` and `selector.teach` refuse the same inputs, with the same errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -65,14 +63,18 @@ CASES = {
     ),
     "no anchors": Case(ConfigError, "no anchors of the task 'colours'", {"anchors": "none"}, after="colours"),
     "no room": Case(ConfigError, "the budget of 1 entries does not hold 1", settings={"budget": 1}, after="colours"),
-    "no budget": Case(ConfigError, "budget must be at least 1, found 0", settings={"budget": 0}),
-    "too large a budget": Case(ConfigError, "budget must be below", settings={"budget": 99999999999}),
-    "no entries": Case(ConfigError, "entries_per_task must be at least 1", settings={"entries_per_task": 0}),
-    "a seed out of range": Case(ConfigError, f"seed must be below {2**63}", settings={"seed": 2**63}),
-    "all questions missed": Case(ConfigError, "gate_misses must be at most 0.5", settings={"gate_misses": 0.51}),
-    "no number": Case(ConfigError, "learning_rate must be a finite number", settings={"learning_rate": "nan"}),
+    "no budget": Case(ConfigError, "budget: Input should be greater than or equal to 1", settings={"budget": 0}),
+    "too large a budget": Case(
+        ConfigError,
+        "budget: Input should be less than",
+        settings={"budget": 99999999999},
+    ),
+    "no entries": Case(ConfigError, "entries_per_task: Input should be", settings={"entries_per_task": 0}),
+    "a seed out of range": Case(ConfigError, f"seed: Input should be less than {2**63}", settings={"seed": 2**63}),
+    "all questions missed": Case(ConfigError, "gate_misses: Input should be", settings={"gate_misses": 0.51}),
+    "no number": Case(ConfigError, "learning_rate: Input should be a finite number", settings={"learning_rate": "nan"}),
     "a weighting of the other recipe": Case(
-        ConfigError, "weighting must be prior or uniform, found 'sqrt'", settings={"weighting": "sqrt"}
+        ConfigError, "weighting: Input should be 'prior' or 'uniform' (found 'sqrt')", settings={"weighting": "sqrt"}
     ),
     "a setting of the other recipe": Case(ConfigError, "gamma", settings={"gamma": 0.1}),
     "an unknown setting": Case(ConfigError, "stepz", settings={"stepz": 3}),
@@ -160,7 +162,7 @@ def by_command(files: dict[str, Path], given: dict[str, str], settings: dict[str
     options = {"output": output} | paths
     if "previous" in given:
         options = {"anchors": files["anchors"], **options, "recipe": "refined"}
-    run(*parse_arguments([*_flags(options | settings), "--replace"]))
+    run(*parse_arguments(_flags(options | settings)))
 
 
 def by_python(files: dict[str, Path], given: dict[str, str], settings: dict[str, Any], output: Path) -> None:

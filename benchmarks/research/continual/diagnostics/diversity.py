@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.research.continual.results import Finished, FinishedRun, describe_runs
 from benchmarks.research.drawing import COLOURS, STROKES, blank, finite, name_ticks
 from selector.backbone.extraction import extract_keys
-from selector.update.measures import logdet
+from selector.update.coverage import Coverage
 
 SELECTED, WITHOUT_COVERAGE, RANDOM = "selected", "without_coverage", "random"
 NO_COVERAGE = "paper_no_coverage"  # the method
@@ -101,6 +101,12 @@ def selected_and_random(run: FinishedRun, pools: Pools) -> list[Chosen]:
             rows = np.sort(rng.choice(len(pool), min(len(keys), len(pool)), replace=False))
             sets.append(Chosen(RANDOM, task, pool[torch.from_numpy(rows)], len(pool)))
     return sets
+
+
+def logdet(keys: Tensor) -> float:
+    """How a set of unit keys [B, d] spreads: log det of its coverage matrix."""
+    B = len(keys)
+    return -float(Coverage.of_keys(keys, B).value(torch.ones(B, dtype=torch.float64)))
 
 
 def means(sets: Sequence[Chosen]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class SelectedMemory:
         checkpoint.remove()
         write_bundle(result.bundle, out / BUNDLE)
         anchor_bytes = keep_anchors(task.name, task.train, out, self.anchors_per_task, context.seed)
-        report = {name: value for name, value in result.report.items() if name != "diversity"}
+        report = dict(result.report)
         report |= report.pop("refinement", {}) | {"anchor_bytes": anchor_bytes}
         return Artifact("bundle", BUNDLE, memory_bytes(result.bundle), report)
 

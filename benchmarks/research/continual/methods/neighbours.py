@@ -61,7 +61,7 @@ class PromptReplay:
         if previous is not None:
             shutil.copytree(previous / EXEMPLARS, out / EXEMPLARS)
         store = AnchorStore(out / EXEMPLARS)
-        store.append(kept, run=task.name, seed=context.seed)
+        store.append(kept)
         stored = neighbours.stored_bytes + sum(map(content_bytes, store.read()))
         report = {"exemplars": len(neighbours), "of_this_task": len(kept), "bytes_allowed": allowed}
         return Artifact("exemplars", EXEMPLARS, stored, report)

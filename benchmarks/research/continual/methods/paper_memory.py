@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.research.continual.methods.memory import SelectedMemory, selector_settings
 from benchmarks.research.continual.methods.method import RunContext
 from selector.backbone.model import Backbone
-from selector.paper.settings import PaperSettings, StepRule
+from selector.paper.settings import PaperSettings
 from selector.paper.update import update_paper
 from selector.runtime.checkpoint import Checkpoint
 from selector.runtime.running import Run
@@ -36,7 +36,6 @@ class Paper(SelectedMemory):
     iterations: int = 16
     inner_steps: int = 2
     outer_step: float = DEFAULTS.outer_step
-    step_rule: StepRule = DEFAULTS.step_rule
     shortlist: int = 2  # times the budget
     batch_size: int = 4
     payload_tokens: int = DEFAULTS.payload_tokens

@@ -26,7 +26,7 @@ def earlier_anchors(previous: Path | None, out: Path) -> list[Example]:
 def keep_anchors(task: str, training: Sequence[Example], out: Path, count: int, seed: int) -> int:
     """Adds the task's own anchors, drawn and stored as the selector draws and stores its own; returns bytes of all."""
     store = AnchorStore(out / ANCHORS)
-    store.append(choose_anchors(training, count, seed), run=task, seed=seed)
+    store.append(choose_anchors(training, count, seed))
     return store.bytes()
 
 
@@ -54,4 +54,4 @@ def reservoir(
 def store_buffer(folder: Path, buffer: Sequence[Example], seed: int) -> None:
     store = AnchorStore(folder)
     for task in sorted({example.task for example in buffer}):
-        store.append([example for example in buffer if example.task == task], run=task, seed=seed)
+        store.append([example for example in buffer if example.task == task])

@@ -1,7 +1,5 @@
 """Small pools for tests. They are full of NaN, so what is read by mistake shows."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

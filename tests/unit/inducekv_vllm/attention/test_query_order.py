@@ -1,7 +1,5 @@
 """Memory's keys meet queries in the order in which the served model has their numbers."""
 
-from __future__ import annotations
-
 import torch
 
 from inducekv_vllm.attention.query_order import in_served_order

@@ -1,7 +1,5 @@
 """Contiguous ranges by first fit, against a list of places; and how large a pool must be to never refuse a version."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,11 +63,6 @@ def test_what_has_been_freed_cannot_be_used() -> None:
     for use in (region.retain, region.release):
         with pytest.raises(AssertionError, match="the region is free"):
             use()
-
-
-def test_a_pool_needs_a_place() -> None:
-    with pytest.raises(ValueError, match="at least 1, found 0"):
-        Ranges(0, lambda _: None)
 
 
 @AS_DRAWN

@@ -1,14 +1,11 @@
 """Requests share slots and give them up; an unloaded bundle stays for its last request."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections import Counter
 from weakref import ref
 
 import numpy as np
-import pytest
 
 from inducekv_vllm.attention.pool import PoolShape
 from inducekv_vllm.attention.resident_bundle import ResidentBundle
@@ -79,8 +76,3 @@ def test_the_longest_idle_slot_is_written_anew_and_no_unloaded_bundle_is_kept() 
     del bundle
     gc.collect()
     assert kept() is None
-
-
-def test_without_slots() -> None:
-    with pytest.raises(ValueError, match="at least 1, found 0"):
-        Slots(0, lambda memory: None)

@@ -1,7 +1,5 @@
 """CUDA graphs that split long memories: plans that are written to the buffers of a captured launch, by the kernels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

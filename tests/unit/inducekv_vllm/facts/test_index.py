@@ -1,7 +1,5 @@
 """Which of many stored questions a request asks by words alone, and which it may ask."""
 
-from __future__ import annotations
-
 import random
 import time
 import unicodedata

@@ -1,7 +1,5 @@
 """The languages that questions are asked in: each is told from the others, and its file says what it should."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

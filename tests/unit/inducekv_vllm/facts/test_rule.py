@@ -1,7 +1,5 @@
 """Whether a request and a stored question are one question, or surely two, by words; all others are left open."""
 
-from __future__ import annotations
-
 import pytest
 
 from inducekv_vllm.facts import Comparison

@@ -1,7 +1,5 @@
 """The words of a text: what people write differently is the same word, and what means something else is another."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest

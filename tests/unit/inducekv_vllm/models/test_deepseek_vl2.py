@@ -1,7 +1,5 @@
 """DeepSeek-VL2: a made-up checkpoint with published names and settings, its tiles, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """LLaVA-OneVision-1.5: a made-up checkpoint with published names and settings, and the tower against a plain twin."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random memories for a backbone, and the settings that their retrieval is tested with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

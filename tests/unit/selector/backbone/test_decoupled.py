@@ -1,7 +1,5 @@
 """Decoupled injection: by hand, and inside a model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

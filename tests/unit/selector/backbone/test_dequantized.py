@@ -1,7 +1,5 @@
 """Quantised checkpoints are loaded as the floats that they stand for, exactly."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

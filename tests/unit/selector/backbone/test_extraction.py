@@ -1,7 +1,5 @@
 """Extraction against brute force: an own forward pass of each layer, an own pooling loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

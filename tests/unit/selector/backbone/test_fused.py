@@ -1,7 +1,5 @@
 """Attention with one projection for queries, keys and values computes the same once it is taken apart."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory is taught to a hybrid's layers with attention, through layers that keep a state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.backbone.turns import turn_marks
-from selector.backbone import tails
 from selector.backbone.generation import answer_logprobs
 from selector.backbone.injection import TensorMemory, Terms
 from selector.backbone.model import Backbone
@@ -53,7 +50,7 @@ def scored(scorer: Scorer, texts: list[Example], memory: TensorMemory, terms: Te
 
 
 @pytest.mark.parametrize("part", [0, 0.5, 1])
-def test_tails_begin_with_the_states_of_what_comes_before(hybrid: Backbone, texts: list[Example], part: float) -> None:
+def test_memory_that_acts_late_is_scored_on_whole_prompts(hybrid: Backbone, texts: list[Example], part: float) -> None:
     scorer, memory = Scorer(hybrid), decoupled_memory(hybrid)
     for name in PAYLOADS:
         getattr(memory, name).requires_grad_()
@@ -62,7 +59,7 @@ def test_tails_begin_with_the_states_of_what_comes_before(hybrid: Backbone, text
     for _ in range(2):  # computed, and from the cache
         in_tails = scorer.losses(texts, memory, terms)
         torch.testing.assert_close(in_tails, whole, rtol=0, atol=2e-4)
-    assert scorer.exact_tails == {(part > 0, False): True}
+    assert scorer.exact_tails == ({} if part else {(False, False): True})
     for mine, expected in zip(gradients(in_tails, memory), gradients(whole, memory), strict=True):
         assert expected.abs().max() > 0
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
@@ -78,16 +75,6 @@ def test_gradients_are_those_of_a_small_step(hybrid: Backbone, texts: list[Examp
             scored(scorer, texts, replace(memory, payload_values=values + sign * step), terms).sum() for sign in (1, -1)
         )
     assert float(up - down) / 0.04 == pytest.approx(float(gradient.norm()), rel=0.05)
-
-
-def test_states_that_are_too_large_are_not_kept(
-    hybrid: Backbone, texts: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tails, "MAX_STATE_BYTES", 100)
-    scorer, memory = Scorer(hybrid), decoupled_memory(hybrid)
-    terms = from_position(scorer, texts, memory, 1)
-    torch.testing.assert_close(scorer.losses(texts, memory, terms), scored(scorer, texts, memory, terms))
-    assert scorer.exact_tails == {(True, False): False}
 
 
 def test_what_a_gate_sees_is_that_of_the_layers_with_attention(hybrid: Backbone, texts: list[Example]) -> None:

@@ -4,8 +4,6 @@
 same thing, none of which share its code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

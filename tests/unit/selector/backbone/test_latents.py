@@ -1,7 +1,5 @@
 """Memory of latents (MLA) in transformers: what it is made of, its gradients, tails, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

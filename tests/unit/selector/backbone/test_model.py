@@ -1,7 +1,5 @@
 """The frozen backbone: prefixes, padding, retrieval keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

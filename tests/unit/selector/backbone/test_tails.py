@@ -1,7 +1,5 @@
 """Tails: scoring from the first active position on equals scoring the whole prompt, in values and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

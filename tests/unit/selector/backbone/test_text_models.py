@@ -1,7 +1,5 @@
 """Text-only models: prompts without pictures, extraction, activations, and data that does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Tiled attention against the plain one of `injection`, in outputs and in every gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

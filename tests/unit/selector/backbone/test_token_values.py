@@ -1,7 +1,5 @@
 """What a gate sees of prompts, and how a model with a bundle uses it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The marks of a chat template's user turns, and the tokens that decide by them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`inducekv-bundle` in the process of the tests."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`inducekv-bundle` from the command line: results, exit status, one clear line for every error."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

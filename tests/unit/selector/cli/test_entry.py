@@ -1,7 +1,5 @@
 """Where the extra `teach` is not installed, the commands name it; with it they are themselves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

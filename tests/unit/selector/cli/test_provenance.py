@@ -1,7 +1,5 @@
 """`inducekv-bundle forget`, `sign`, `verify --public-key` and `audit` from the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """`inducekv-bundle publish` with several servers, of which some refuse, are not there, or serve something else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,7 +31,7 @@ class FakeServer:
             assert ADMIN_HEADER not in request.headers
             if not self.served:
                 return 404, {"error": {"message": "no memory bundle 'm' is loaded"}}
-            return 200, {"bundle": {"name": "m", "digest": self.served}}
+            return 200, {"name": "m", "digest": self.served}
         if self.elsewhere is not None:
             return 307, f"{self.elsewhere}{request.path}"
         if request.headers[ADMIN_HEADER] != "key":

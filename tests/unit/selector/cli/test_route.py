@@ -1,7 +1,5 @@
 """`inducekv-bundle route` refuses what no gate can tell from each other, before a model is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.unit.selector.cli.bundle_command import refuse

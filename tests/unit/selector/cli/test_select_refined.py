@@ -3,8 +3,6 @@
 Most tests are of merged memory, which has more to go wrong: several entries a task and a calibration.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace
@@ -208,11 +206,11 @@ def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Pat
     kept = stream.tasks["colours"].with_name("kept.jsonl")
     kept.write_text("\n".join(lines))
     again = replace(stream, tasks=stream.tasks | {"again": kept})
-    assert "made by another run; --replace" in again.refuse("again", previous="counts")
+    assert "already holds the task 'colours'" in again.refuse("again", previous="counts")
 
     rest = without_entries(second, [row for row, e in enumerate(second.metadata.entries) if e.task == "colours"])
     write_bundle(rest, stream.output("rest"))
-    third = again.update("again", "--replace", previous="rest")
+    third = again.update("again", previous="rest")
     assert list(dict.fromkeys(e.task for e in third.metadata.entries)) == ["counts", "colours"]
     assert "colours5" not in {anchor.id for anchor in anchors.read()}
     assert [task.tasks for task in anchors.tasks()] == [("counts",), ("colours",)]
@@ -227,15 +225,13 @@ def test_bad_input_is_named_and_leaves_everything_as_it_was(learnt: Stream, tmp_
     for options, message in [
         (["--gamma", "0.1"], "--gamma is for the recipe 'paper', and this run's is 'refined'"),
         (["--recipe", "paper"], "--base is for the recipe 'refined' and 'document', and this run's is 'paper'"),
-        (["--weighting", "sqrt"], "weighting must be prior or uniform, found 'sqrt'"),
         (["--anchors", str(tmp_path / "none")], "no anchors of the task 'colours'"),
         (["--payload-tokens", "3"], "payload tokens"),
         (["--task", str(mixed)], "one task at a time"),
         (["--validation", str(stream.tasks["places"])], "is of the task 'places', expected 'counts'"),
         (["--base", str(stream.tasks["counts"])], "is also a question of"),
-        (["--task", str(stream.tasks["colours"]), "--replace"], "inducekv-bundle forget --task"),
+        (["--task", str(stream.tasks["colours"])], "inducekv-bundle forget --task"),
         (["--budget", "3"], "the budget of 3 entries does not hold 2 of a new task beside 2"),
-        (["--entries-per-task", "0"], "at least 1"),
     ]:
         assert message in stream.refuse("counts", *options, previous="colours")
     # Without --previous, beside the first task's anchors.
@@ -305,8 +301,6 @@ def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
         ("again", (), "the tasks 'colours' and 'again' have"),
         ("counts", ("--background", str(tmp_path / "none.txt")), "cannot read the background requests"),
         ("counts", ("--background", str(stream.tasks["counts"])), "is also a question of the task 'counts'"),
-        ("counts", ("--gate-misses", "-0.1"), "gate_misses must be at least 0"),
-        ("counts", ("--gate-misses", "0.51"), "gate_misses must be at most 0.5"),
     ):
         assert message in stream.refuse(task, *options, previous="colours")
 
@@ -331,10 +325,6 @@ def test_what_no_training_can_mend_is_refused_before_any(
         (["--task", str(files["marked"])], "line 4: more <image> marks than images"),
         (["--task", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
         (["--validation", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
-        (["--seed", str(2**63)], f"seed must be below {2**63}, found {2**63}"),
-        (["--budget", "99999999999"], f"budget must be below {2**31}, found 99999999999"),
-        (["--payload-tokens", "99999999999"], "payload_tokens must be below"),
-        (["--form", "decoupled", "--map-rank", "99999999999"], "map_rank must be below"),
         (["--form", "decoupled", "--map-rank", "129"], "a map of width 128 has at most that rank, found map_rank 129"),
         (["--task", str(pipe)], f"{pipe}: cannot read the task data: not a regular file"),
         (["--base", str(pipe)], f"{pipe}: cannot read the task data: not a regular file"),

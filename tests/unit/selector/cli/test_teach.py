@@ -1,7 +1,5 @@
 """`inducekv-bundle teach`: versions of a bundle with other facts, and what the next versions keep of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """`inducekv-select` and `inducekv-bundle` with a text-only model, and with data that does not fit the model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -171,7 +169,7 @@ def test_nothing_is_trained_where_facts_answer_everything(
     assert not model.routing(asked)[0].any()  # no entries are read
     assert [text == q.answer for text, q in zip(model.answers(asked, 12), asked, strict=True)].count(True) >= 10
     forgotten(remembering.output("colours"), second, tmp_path)
-    assert "already holds the task 'codes'" in remembering.refuse("codes", "--replace", previous="colours")
+    assert "already holds the task 'codes'" in remembering.refuse("codes", previous="colours")
 
     remembering.tasks["cities"] = codes(tmp_path / "cities.jsonl", "Where is the code of {} used?")
     for path in (remembering.tasks["cities"], codes(tmp_path / "asked.jsonl", "Where is the code of {} used")):

@@ -1,6 +1,4 @@
-"""The anchor store: append-only, digest-checked, whole after a kill; and the four policies."""
-
-from __future__ import annotations
+"""The anchor store: digest-checked, whole after a kill, and with the latest anchors of each task."""
 
 import shutil
 from pathlib import Path
@@ -34,8 +32,8 @@ def store(tmp_path: Path) -> AnchorStore:
 
 
 def fill(store: AnchorStore, tasks: list[list[Example]]) -> None:
-    for number, examples in enumerate(tasks):
-        store.append(examples, run=f"run {number}", seed=0)
+    for examples in tasks:
+        store.append(examples)
 
 
 def test_what_was_appended_is_read_back_in_the_order_of_the_stream(
@@ -53,12 +51,23 @@ def test_what_was_appended_is_read_back_in_the_order_of_the_stream(
     assert not list(store.folder.rglob("*.tmp"))
 
 
-def test_appending_twice_by_the_same_run_changes_nothing(store: AnchorStore, tasks: list[list[Example]]) -> None:
+def test_anchors_of_a_task_take_the_place_of_earlier_ones(store: AnchorStore, tasks: list[list[Example]]) -> None:
     fill(store, tasks)
-    before = (store.folder / "manifest.json").read_bytes()
-    fill(store, tasks)
-    assert (store.folder / "manifest.json").read_bytes() == before
-    assert [example.task for example in store.read(except_run="run 1")] == ["colours"] * 4
+    store.append(tasks[0][:2])
+    assert [example.id for example in store.read()] == [
+        "counts0",
+        "counts1",
+        "counts2",
+        "counts3",
+        "colours0",
+        "colours1",
+    ]
+    assert {example.task for example in store.read(except_tasks=["counts"])} == {"colours"}
+    assert sorted(path.name for path in store.folder.glob("[0-9]*")) == ["0001", "0002"]
+    store.append([*tasks[0], *tasks[1]])
+    with pytest.raises(ConfigError, match="of the tasks colours, counts together"):
+        store.append(tasks[0])
+    assert len(store.read()) == 8
 
 
 @pytest.mark.parametrize("damage", ["answer", "picture", "removed"])
@@ -83,7 +92,7 @@ def test_a_run_killed_before_the_manifest_leaves_the_store_as_it_was(
         # What SIGKILL between the folder and the manifest leaves behind.
         module._write_examples(store.folder / f"{number:04d}", examples[:2])
         assert len(store.tasks()) == number
-        store.append(examples, run=f"run {number}", seed=0)
+        store.append(examples)
         assert len(store.read()) == 4 * (number + 1)
 
 
@@ -93,7 +102,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(
     fill(store, tasks[:1])
     monkeypatch.setattr(module, "replace_file", full_disk)
     with pytest.raises(ConfigError, match=r"cannot write the anchors: .*No space left"):
-        store.append(tasks[1], run="run 1", seed=0)
+        store.append(tasks[1])
     assert len(store.read()) == 4
     assert not (store.folder / "0001").exists()
 
@@ -106,16 +115,15 @@ def test_two_runs_that_end_at_once_both_append(
 
     def meanwhile(folder: Path, examples: list[Example]) -> int:
         if not others:
-            options = {"run": "other", "seed": 0}
-            others.append(Thread(target=AnchorStore(store.folder).append, args=(tasks[1],), kwargs=options))
+            others.append(Thread(target=AnchorStore(store.folder).append, args=(tasks[1],)))
             others[0].start()
             others[0].join(timeout=0.3)
         return write(folder, examples)
 
     monkeypatch.setattr(module, "_write_examples", meanwhile)
-    store.append(tasks[0], run="one", seed=0)
+    store.append(tasks[0])
     others[0].join()
-    assert [task.run for task in store.tasks()] == ["one", "other"]
+    assert [task.tasks for task in store.tasks()] == [("colours",), ("counts",)]
     assert len(store.read()) == 8
 
 

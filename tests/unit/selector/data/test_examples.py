@@ -1,7 +1,5 @@
 """Task data: both formats, and a clear word for everything that can be wrong with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files as people have them: nothing of theirs is dropped or learned against its meaning without a word."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar
@@ -206,34 +204,21 @@ def test_numbers_of_columns_with_gaps(tmp_path: Path) -> None:
         read_task(tmp_path / "x.jsonl")
 
 
-def labelled(answers: list[int]) -> tuple[pa.Table, dict[str, Any]]:
-    """A table of answers as numbers of classes, and what `datasets` writes about it."""
+def labelled(answers: list[int]) -> pa.Table:
+    """Answers as numbers of classes, with what `datasets` writes about them."""
     features = {"text": {"_type": "Value"}, "answer": {"names": ["negative", "positive"], "_type": "ClassLabel"}}
-    return pa.table({"question": [f"q{number}" for number in range(len(answers))], "answer": answers}), features
+    table = pa.table({"question": [f"q{number}" for number in range(len(answers))], "answer": answers})
+    return table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": features}})})
 
 
-@pytest.mark.parametrize("where", ["parquet", "saved", "beside"])
-def test_labels_are_learned_by_their_names(where: str, tmp_path: Path) -> None:
-    table, features = labelled([1, 0, 1])
-    told = table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": features}})})
-    source = tmp_path / "x.parquet"
-    if where == "parquet":
-        pq.write_table(told, source)
-    else:
-        source = tmp_path / "saved"
-        source.mkdir()
-        (source / "dataset_info.json").write_text(json.dumps({"features": features}))
-        saved = told if where == "saved" else table
-        with pa.ipc.new_stream(source / "data-00000-of-00001.arrow", saved.schema) as writer:
-            writer.write_table(saved)
-    assert [example.answer for example in read_task(source)] == ["positive", "negative", "positive"]
+def test_labels_are_learned_by_their_names(tmp_path: Path) -> None:
+    pq.write_table(labelled([1, 0, 1]), tmp_path / "x.parquet")
+    assert [each.answer for each in read_task(tmp_path / "x.parquet")] == ["positive", "negative", "positive"]
 
 
 @pytest.mark.parametrize(("number", "problem"), [(-1, "must be a text, found None"), (2, "is the class 2, .* are 2")])
 def test_labels_without_a_name_are_refused(number: int, problem: str, tmp_path: Path) -> None:
-    table, features = labelled([number])
-    told = table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": features}})})
-    pq.write_table(told, tmp_path / "x.parquet")
+    pq.write_table(labelled([number]), tmp_path / "x.parquet")
     with pytest.raises(TaskDataError, match=f"row 1: 'answer' {problem}"):
         read_task(tmp_path / "x.parquet")
 

@@ -1,7 +1,5 @@
 """Gates of two classifiers, on made-up texts whose means tell what their words do not, and the other way round."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The package's counts of common words are those of its everyday requests: after a change there, write them anew."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Pictures of a gate's questions: decoded once, and kept only while there is room for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

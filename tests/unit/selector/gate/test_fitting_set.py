@@ -1,7 +1,5 @@
 """The questions that a gate is fitted to, and those that no gate can be fitted to."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

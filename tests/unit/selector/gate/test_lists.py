@@ -1,7 +1,5 @@
 """The everyday requests that gates are fitted with."""
 
-from __future__ import annotations
-
 from selector.gate.background import everyday_requests
 
 

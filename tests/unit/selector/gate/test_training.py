@@ -1,7 +1,5 @@
 """Training on made-up token values: two tasks and everything else."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A tiny Llama that memories are imported for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

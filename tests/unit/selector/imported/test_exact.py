@@ -1,7 +1,5 @@
 """An imported memory gives the log-probabilities of its source, whatever RoPE the model has; else it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Damaged and foreign files are refused in one line that names what was expected and found; code in them never runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

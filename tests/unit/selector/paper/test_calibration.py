@@ -1,7 +1,5 @@
 """The inner problem: where it starts, and that its steps are torch's AdamW."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Likelihood under weighted candidates: what enters it, and its gradients by finite differences."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

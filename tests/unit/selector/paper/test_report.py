@@ -1,13 +1,9 @@
-"""What rounding costs, against the same by hand and by scipy."""
+"""What rounding costs, against the same by hand."""
 
-from __future__ import annotations
-
-import numpy as np
 import pytest
 import torch
-from scipy.spatial.distance import jensenshannon
 
-from selector.paper.report import retrieval_divergence, rounding
+from selector.paper.report import rounding
 
 
 def test_rounding_by_hand() -> None:
@@ -21,14 +17,3 @@ def test_rounding_by_hand() -> None:
     half = rounding(weights, torch.tensor([2]))
     assert half["mass_captured"] == 0.75
     assert not half["collapsed"]
-
-
-def test_divergence_is_that_of_scipy() -> None:
-    generator = torch.Generator().manual_seed(0)
-    relaxed, rounded = torch.rand(4, 9, generator=generator), torch.rand(4, 3, generator=generator)
-    relaxed, rounded = relaxed / relaxed.sum(1, keepdim=True), rounded / rounded.sum(1, keepdim=True)
-    selected = torch.tensor([1, 4, 8])
-    full = np.zeros((4, 9))
-    full[:, selected] = rounded
-    expected = np.mean([jensenshannon(p, q) ** 2 for p, q in zip(relaxed.numpy(), full, strict=True)])
-    assert retrieval_divergence(relaxed, rounded, selected) == pytest.approx(expected, rel=1e-5)

@@ -1,7 +1,5 @@
 """The shortlist: against a plain ranking, its order of ties, its ends."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor
 

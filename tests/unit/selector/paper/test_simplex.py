@@ -1,7 +1,5 @@
 """The budget simplex, against bisection; what is in use, and what is kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Muon on a stack of matrices, against torch's on each of them and against the singular value decomposition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A training whose model is on a GPU and whose memory is not: the losses of one on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A task learns the same whatever came before it, earlier entries stay bit for bit, and bad input is an error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

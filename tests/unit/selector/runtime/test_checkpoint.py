@@ -1,7 +1,5 @@
 """What a run keeps: its progress, if it fails, and when it began."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """What the CPU says of itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Progress where there is no terminal: few lines, and always the last."""
 
-from __future__ import annotations
-
 import pytest
 
 from selector.runtime import progress

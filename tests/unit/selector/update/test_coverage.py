@@ -1,7 +1,5 @@
 """Log-det coverage: its value, and its closed-form gradient."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

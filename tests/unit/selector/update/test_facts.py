@@ -1,7 +1,5 @@
 """What a run keeps as facts takes no more bytes than its budget's entries may."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The next version of a bundle without some entries: what is left is as before, and the gate knows no gone task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,23 +1,12 @@
 """Measures of a memory, against what they are by hand."""
 
-from __future__ import annotations
-
-import math
-
 import pytest
-import torch
 
 from benchmarks.lora_adapter import gate_bytes
 from inducekv_vllm.backbone.footprint import prototypes_of
 from inducekv_vllm.bundle import FactRecord
-from selector.update.measures import entry_bytes, logdet, memory_bytes
+from selector.update.measures import entry_bytes, memory_bytes
 from tests.bundles import random_gate, random_gated_bundle
-
-
-def test_keys_that_are_apart_spread_more_than_equal_ones() -> None:
-    apart, alike = logdet(torch.eye(4)), logdet(torch.eye(4)[[0, 0, 0, 0]])
-    assert apart == pytest.approx(4 * math.log(1 / 4 + 1e-3))
-    assert apart > alike
 
 
 @pytest.mark.parametrize("num_tasks", [1, 7])

@@ -1,7 +1,5 @@
 """Whether a memory is worth writing."""
 
-from __future__ import annotations
-
 import pytest
 
 from selector.update.result import helps

@@ -1,7 +1,5 @@
 """`inducekv-bundle route` takes an adapter only if all of it acts in the language model: vLLM leaves out the rest."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

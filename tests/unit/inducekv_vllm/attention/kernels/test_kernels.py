@@ -3,8 +3,6 @@
 Without a GPU the kernels run in Triton's interpreter, where a program takes a tenth of a second: steps are small.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -61,7 +59,7 @@ def check(problem: Problem, *, split: bool = False, lse: bool = True, tolerance:
     assert same_bits(expected[~rows], problem.output.float()[~rows])
 
     there = problem.to(DEVICE)
-    launch.check(there.pool, there.tables, problem.query.shape[1])
+    launch.check(there.pool, problem.query.shape[1])
     step, self_lse = there.step(shape), there.self_lse if lse else None
     for _ in range(2 if split else 1):
         found = there.output.clone()
@@ -219,13 +217,13 @@ def test_logits_near_overflow(form: str, dtype: torch.dtype) -> None:
 def test_unsupported_heads_are_refused(geometry: Geometry, heads: int, message: str) -> None:
     problem = make(geometry, [Memory(1)], [1])
     with pytest.raises(ValueError, match=message):
-        launch.check(problem.pool, problem.tables, heads)
+        launch.check(problem.pool, heads)
 
 
 def test_a_pool_of_another_type_is_refused() -> None:
     problem = make((4, 2, 64), [Memory(1)], [1])
     with pytest.raises(ValueError, match=r"the pool must be .*, found torch\.float64"):
-        launch.check(replace(problem.pool, keys=problem.pool.keys.double()), problem.tables, 4)
+        launch.check(replace(problem.pool, keys=problem.pool.keys.double()), 4)
 
 
 def far_apart(tensor: Tensor, dim: int, file: Path) -> Tensor:
@@ -253,7 +251,7 @@ def test_more_numbers_than_32_bits_count(apart: str, tmp_path: Path) -> None:
         tables = replace(tables, **{name: far_apart(getattr(tables, name), 0, tmp_path / name) for name in wide})
     else:
         query, output = far_apart(query, 0, tmp_path / "query"), far_apart(output, 0, tmp_path / "output")
-    launch.check(pool, tables, 2)
+    launch.check(pool, 2)
     shape, expected = problem.shape(), problem.output.clone()
     step, rest = problem.step(shape), (problem.self_lse, SCALE, shape)
     launch.add_memory(problem.pool, problem.tables, step, problem.query, expected, *rest)

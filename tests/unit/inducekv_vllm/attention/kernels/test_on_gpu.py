@@ -1,7 +1,5 @@
 """What only a GPU can show: graphs, and that a step of another size compiles nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

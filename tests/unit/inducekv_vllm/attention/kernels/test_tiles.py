@@ -1,7 +1,5 @@
 """Plans: every row with memory in one tile, every token of a tile in one work item, and no more than was promised."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
