@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -26,18 +27,21 @@ from benchmarks.real.model import model_folder
 from benchmarks.record import keep, parser_of
 from inducekv_vllm.backbone.footprint import footprint_bytes
 from inducekv_vllm.backbone.turns import message
-from selector.backbone.generation import injecting
+from selector.backbone.generation import generate, score
 from selector.backbone.injection import TensorMemory
-from selector.backbone.model import Backbone
+from selector.backbone.model import Backbone, Inputs
+from selector.backbone.prefix import cached_at
 from selector.backbone.tiled_attention import tiled_attention
 from selector.document.chunks import chunks_of
 from selector.document.compaction import memory_of
-from selector.document.text import CompactedText, ReadText, Text, compacted_text, joined, read
+from selector.document.text import ReadText, Text, compacted_text, joined
 
 MODEL: Final = "qwen2.5-0.5b"
 SHARES: Final = (2, 4, 8, 16)
 PIECE: Final = 64  # tokens of a piece that is retrieved
 TOKENS: Final = 24  # of an answer, at most
+BATCH: Final = 30  # questions
+ALONE: Final = " Answer with the value alone."
 NOTHING, WHOLE, PROMPT, RETRIEVED = "nothing", "whole document, cached", "document in the prompt", "retrieved pieces"
 Put = Callable[[str], str]  # what is asked, for a question
 
@@ -56,7 +60,7 @@ def document_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--document", choices=list(DOCUMENTS), required=True)
     parser.add_argument("--work", type=Path, required=True, help="where rows are kept")
     parser.add_argument("--rows", nargs="*", help="which to compute (default: all)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of weights (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights (%(default)s)")
     return parser
 
 
@@ -69,8 +73,8 @@ class Compared:
         self.rows: dict[str, Callable[[], dict[str, Any]]] = {
             NOTHING: lambda: self._measured(None),
             RETRIEVED: lambda: self._measured(None, self.retrieved()),
-            PROMPT: lambda: self._measured(None, lambda asked: f"{self.document.text.strip()}\n\n{asked}"),
-            WHOLE: lambda: self._whole() | {"mb": self._mb(self.text.tokens)},
+            PROMPT: self._prompt,
+            WHOLE: self._whole,
         }
         for share in SHARES:
             self.rows[f"1/{share}"] = lambda share=share: self._compacted(share)  # type: ignore[misc]
@@ -92,51 +96,77 @@ class Compared:
 
     def table(self) -> dict[str, Any]:
         rows = {name: found for name in self.rows if (found := self._read(name)) is not None}
+        for found in rows.values() if NOTHING in rows else ():
+            found["gain"] = rows[NOTHING]["nats_of_a_value"] - found["nats_of_a_value"]  # of a value, in nats
         return {
             "document": self.options.document,
             "model": Path(self.options.model).name,
             "dtype": self.options.dtype,
             "tokens": self.text.tokens,
             "questions": len(self.asked),
+            "threads": torch.get_num_threads(),
             "rows": rows,
         }
 
+    def _prompt(self) -> dict[str, Any]:
+        """What all prompts begin with is computed once, as by a prefix cache."""
+
+        def put(asked: str) -> str:
+            return f"{self.document.text.strip()}\n\n{asked}"
+
+        first, last = (self._encoded(put(letter))["input_ids"][0] for letter in "AZ")
+        size = int((first != last).nonzero()[0])
+        began = Clock()
+        cached = cached_at(self.backbone, torch.arange(-size, 0)[None], input_ids=first[None, :size])
+        memory = memory_of(cached.keys[:, 0], cached.values[:, 0], self.backbone.hidden_size)
+        taken = began.taken
+        return self._measured(memory, put, size) | taken
+
     def _whole(self) -> dict[str, Any]:
-        began = time.process_time()
-        memory = joined([each for blocks in self.text.readings for each in read(self.backbone, blocks)])
-        seconds = time.process_time() - began
-        return self._measured(memory) | {"seconds": seconds}
+        whole, taken = self.read
+        return self._measured(joined(whole.memories)) | taken | {"mb": self._mb(self.text.tokens)}
 
     def _compacted(self, share: int) -> dict[str, Any]:
-        began = time.process_time()
-        found = self.compacted(share)
-        seconds = time.process_time() - began
+        """The text is read once for all shares; its seconds count for each."""
+        whole, of_reading = self.read
+        began = Clock()
+        found = compacted_text(self.backbone, whole, self.text.tokens // share)
+        taken = {name: seconds + of_reading[name] for name, seconds in began.taken.items()}
         memory = memory_of(found.keys, found.values, self.backbone.hidden_size)
-        row = self._measured(memory) | {"seconds": seconds, "mb": self._mb(found.keys.shape[2])}
-        return row | found.report
+        return self._measured(memory) | taken | {"mb": self._mb(found.keys.shape[2])} | found.report
 
-    def compacted(self, share: int) -> CompactedText:
-        """As `inducekv-select --document` does it."""
-        return compacted_text(self.backbone, ReadText.of(self.backbone, self.text), self.text.tokens // share)
+    @cached_property
+    def read(self) -> tuple[ReadText, dict[str, float]]:
+        """As `inducekv-select --document` does it, and the seconds."""
+        began = Clock()
+        return ReadText.of(self.backbone, self.text), began.taken
 
-    def _measured(self, memory: TensorMemory | None, put: Put = str) -> dict[str, Any]:
-        """How many questions are answered right, and what was said to each."""
-        said = list[str]()
-        batch = 15 if put is str else 4
-        for start in range(0, len(self.asked), batch):
-            some = self.asked[start : start + batch]
-            prompts = [self.backbone.encode([message("user", put(each.question))], []) for each in some]
-            terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(some), -1))
-            inputs = self.backbone.collate(prompts, side="left")
-            with tiled_attention(self.backbone), injecting(memory, terms):
-                ids = self.backbone.model.generate(
-                    **inputs, max_new_tokens=TOKENS, do_sample=False, repetition_penalty=1.0
-                )
-            said += self.backbone.tokenizer.batch_decode(
-                ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    @torch.no_grad()
+    def _measured(self, memory: TensorMemory | None, put: Put = str, begun: int = 0) -> dict[str, Any]:
+        """How many questions are answered right, what was said to each, and the NLL of a value, asked for alone.
+
+        Args:
+            begun: tokens of the prompts that the memory has.
+        """
+        said, nats, tokenizer = list[str](), list[float](), self.backbone.tokenizer
+        for start in range(0, len(self.asked), BATCH):
+            some = self.asked[start : start + BATCH]
+            prompts, alone = (
+                [self._encoded(put(f"{each.question}{more}"), begun) for each in some] for more in ("", ALONE)
             )
+            values = [tokenizer(each.values[0], add_special_tokens=False)["input_ids"] for each in some]
+            terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(some), -1))
+            with tiled_attention(self.backbone):
+                found = generate(self.backbone, prompts, TOKENS, memory, terms)
+                nats += [-float(each.sum()) for each in score(self.backbone, alone, values, memory, terms)]
+            said += tokenizer.batch_decode([each.token_ids for each in found], skip_special_tokens=True)
         answers = {each.question: text for each, text in zip(self.asked, said, strict=True)}
-        return {"right": sum(is_right(answers[each.question], each) for each in self.asked), "answers": answers}
+        right = sum(is_right(answers[each.question], each) for each in self.asked)
+        return {"right": right, "nats_of_a_value": fmean(nats), "answers": answers}
+
+    def _encoded(self, text: str, begun: int = 0) -> Inputs:
+        inputs = self.backbone.encode([message("user", text)], [])
+        return {name: each[:, begun:] for name, each in inputs.items()}
 
     def retrieved(self) -> Put:
         """The question behind the pieces that share most words with it."""
@@ -157,6 +187,17 @@ class Compared:
     def _path(self, name: str) -> Path:
         work: Path = self.options.work
         return work / f"{self.options.document} {Path(self.options.model).name} {name.replace('/', ' of ')}.json"
+
+
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.monotonic(), time.process_time()
+
+    @property
+    def taken(self) -> dict[str, float]:
+        return {"seconds": time.monotonic() - self._wall, "cpu_seconds": time.process_time() - self._cpu}
 
 
 def is_right(answer: str, asked: Asked) -> bool:

@@ -1,172 +1,206 @@
-"""Attention matching: a few keys and values that queries cannot tell from those of a whole text, in closed form.
+"""Attention matching: a few keys and values that queries cannot tell from those of a whole text.
 
-Zweiger, Guo, Fu and Kim, "Fast KV Compaction via Attention Matching", 2026 (arXiv:2602.16284), for one KV head of one
+Zweiger, Guo, Fu and Kim, "Fast KV Compaction via Attention Matching", 2026 (arXiv:2602.16284), for the KV heads of one
 layer. A query q sees of keys k_i a mass sum_i exp(q k_i), and of their values an output. Beside its request's own
 tokens, of mass s and output o, attention gives (mass * output + s o) / (mass + s). What is kept is to give the same.
 
 A kept key stands for others, too: the paper gives it a bias. Here the key itself is moved, so that nothing but keys and
-values is stored and served: see `direction`.
+values is stored and served: first along one direction (see `direction`), then with its value to where they miss least
+(see `moved`).
 
-Shapes: R queries, N keys of the text, t of them that are kept, D and V sizes of a key and a value. All float32.
+Shapes: J KV heads, R queries, N keys of the text, t of them that are kept, D and V sizes of a key and a value. All
+float32.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 LEAST_BIAS, MOST_BIAS = -6.0, 8.0  # of a key: the logarithm of how many keys it stands for
-ROUNDS: Final = 64  # of a pursuit, at most: later ones take several keys at once
-STEPS: Final = 200  # of projected gradients
+ROUNDS: Final = 24  # of a pursuit, at most: later ones take several keys at once
+STEPS: Final = 100  # of projected gradients
 RIDGE: Final = 1e-3  # of the mean square of a column
 HELD_OUT: Final = 5  # one query in so many tells what was lost, and is not fitted
+FAR: Final = 0.05  # a step, in units in which a query's logit moves by about one
 
 
 @dataclass(frozen=True)
 class Queries:
     """What asks about the text, and what it sees beside the text."""
 
-    queries: Tensor  # [R, D], times the softmax scale
-    own_mass: Tensor  # [R], its logarithm
-    own_output: Tensor  # [R, V]
+    queries: Tensor  # [J, R, D], times the softmax scale
+    own_mass: Tensor  # [J, R], its logarithm
+    own_output: Tensor  # [J, R, V]
 
     def rows(self, rows: slice | Tensor) -> Queries:
-        return Queries(self.queries[rows], self.own_mass[rows], self.own_output[rows])
+        return Queries(self.queries[:, rows], self.own_mass[:, rows], self.own_output[:, rows])
+
+    def shares(self, keys: Tensor) -> Tensor:
+        """[J, R, N]: what these keys get of one softmax over them and the request's own."""
+        logits = torch.cat([self.queries @ keys.mT, self.own_mass[..., None]], dim=-1)
+        return logits.softmax(dim=-1)[..., :-1]
+
+    def own(self, share: Tensor) -> Tensor:
+        """[J, R, V]: what the request's own tokens add to the output, beside keys with these shares [J, R, N]."""
+        return (1 - share.sum(dim=-1, keepdim=True)) * self.own_output
+
+    def output(self, keys: Tensor, values: Tensor) -> Tensor:
+        """[J, R, V], of that softmax."""
+        share = self.shares(keys)
+        return share @ values + self.own(share)
 
 
 @dataclass(frozen=True)
 class Kept:
     """What is kept of a text."""
 
-    rows: Tensor  # [t] int64, ascending: whose keys
-    keys: Tensor  # [t, D]
-    values: Tensor  # [t, V]
-    lost: float  # of what the text adds to the outputs of attention: the share of squares that is not there
+    keys: Tensor  # [J, t, D]
+    values: Tensor  # [J, t, V]
+    lost: Tensor  # [J], of what the text adds to the outputs of attention: the share of squares that is not there
 
 
-def kept(queries: Queries, keys: Tensor, values: Tensor, t: int) -> Kept:
-    """The better of the keys that are looked at most and those of a pursuit, with values that give the same outputs.
+def kept(queries: Queries, keys: Tensor, values: Tensor, t: int, moves: int) -> Kept:
+    """The keys of a pursuit, moved to stand for all of them, with values that give the same outputs.
 
     Args:
-        keys: [N, D]; the first one, at which attention rests, is always kept.
-        values: [N, V].
+        keys: [J, N, D]; the first one, at which attention rests, is always among those that are taken.
+        values: [J, N, V].
+        moves: steps of gradients.
     """
-    held_out = torch.zeros(len(queries.queries), dtype=torch.bool)
+    if t == keys.shape[1]:
+        return Kept(keys, values, keys.new_zeros(len(keys)))
+    held_out = torch.zeros(queries.queries.shape[1], dtype=torch.bool)
     held_out[HELD_OUT - 1 :: HELD_OUT] = True
     fitted, asked = queries.rows(~held_out), queries.rows(held_out if held_out.any() else ~held_out)
-    share = _shares(fitted, keys)  # [R, N]
-    target = share.sum(dim=1)  # [R]: of the text in all that a query sees
-    same = direction(fitted.queries, target)
-    found = []
-    for rows in (by_attention(share, t), by_pursuit(share, target, t)):
-        bias = nnls(share[:, rows], target).log().clamp(LEAST_BIAS, MOST_BIAS)  # [t]
-        chosen = Kept(rows, keys[rows] + bias[:, None] * same, values[rows], math.nan)
-        chosen = replace(chosen, values=_values(fitted, keys, values, chosen))
-        found.append(replace(chosen, lost=lost(asked, keys, values, chosen)))
-    return min(found, key=lambda each: each.lost)
+    share = fitted.shares(keys)  # [J, R, N]
+    target = share.sum(dim=-1)  # [J, R]: of the text in all that a query sees
+    wanted = share @ values + fitted.own(share)
+    rows = by_pursuit(share, target, t)  # [J, t]
+    bias = nnls(_columns(share, rows), target).log().clamp(LEAST_BIAS, MOST_BIAS)  # [J, t]
+    found = _rows(keys, rows) + bias[..., None] * direction(fitted.queries, target)[:, None]
+    left = moved(fitted, wanted, found, fitted_values(fitted, wanted, found, _rows(values, rows)), moves)
+    return Kept(*left, lost(asked, keys, values, *left))
 
 
 def direction(queries: Tensor, weight: Tensor) -> Tensor:
-    """The u [D] with q u = 1 for all queries [R, D], as nearly as weighted least squares come.
+    """The u [J, D] with q u = 1 for all queries [J, R, D], as nearly as weighted least squares come.
 
     Queries of a head have much in common, so a key k + b u has the logit q k + b of a key with a bias of its own.
 
     Args:
-        weight: [R], of a query.
+        weight: [J, R], of a query.
     """
-    weighted = queries * weight[:, None]
-    gram = weighted.T @ weighted
-    return _solved(gram, weighted.T @ weight)
-
-
-def by_attention(share: Tensor, t: int) -> Tensor:
-    """The first key and the t - 1 others that are looked at most, by the root of the mean square: [t] int64."""
-    looked = share.square().sum(dim=0)  # [N]
-    looked[0] = torch.inf
-    return looked.topk(t).indices.sort().values
+    weighted = queries * weight[..., None]
+    return _solved(weighted.mT @ weighted, (weighted.mT @ weight[..., None])[..., 0])
 
 
 def by_pursuit(share: Tensor, target: Tensor, t: int) -> Tensor:
-    """Orthogonal matching pursuit: the keys whose shares, weighted, add up best to the target [R]: [t] int64."""
-    gram, onto = share.T @ share, share.T @ target  # [N, N] and [N]
-    rows, left = torch.zeros(1, dtype=torch.int64, device=onto.device), onto.clone()
-    while len(rows) < t:
-        weights = _solved(gram[rows][:, rows], onto[rows]).clamp(min=0)
-        left = onto - gram[:, rows] @ weights
-        left[rows] = -torch.inf
-        rows = torch.cat([rows, left.topk(min(math.ceil(t / ROUNDS), t - len(rows))).indices])
+    """Orthogonal matching pursuit: the keys whose shares, weighted, add up best to the target: [J, t] int64.
+
+    Args:
+        share: [J, R, N].
+        target: [J, R].
+    """
+    gram, onto = share.mT @ share, (share.mT @ target[..., None])[..., 0]  # [J, N, N] and [J, N]
+    rows = torch.zeros(len(gram), 1, dtype=torch.int64, device=onto.device)
+    while (found := rows.shape[1]) < t:
+        among = _rows(gram, rows)  # [J, found, N]
+        weights = _solved(_columns(among, rows), onto.gather(1, rows)).clamp(min=0)
+        left = (onto - (among.mT @ weights[..., None])[..., 0]).scatter(1, rows, -torch.inf)
+        rows = torch.cat([rows, left.topk(min(math.ceil(t / ROUNDS), t - found)).indices], dim=1)
     return rows.sort().values
 
 
 def nnls(matrix: Tensor, target: Tensor) -> Tensor:
-    """The w >= 0 [t] with the least |matrix w - target|, by accelerated projected gradients (FISTA).
+    """The w >= 0 [J, t] with the least |matrix w - target|, by accelerated projected gradients (FISTA).
 
     Args:
-        matrix: [R, t].
-        target: [R].
+        matrix: [J, R, t].
+        target: [J, R].
     """
-    gram, onto = matrix.T @ matrix, matrix.T @ target
-    rate = 1 / torch.linalg.matrix_norm(gram).clamp(min=1e-30)  # no larger than the largest eigenvalue allows
+    gram, onto = matrix.mT @ matrix, matrix.mT @ target[..., None]  # [J, t, t] and [J, t, 1]
+    rate = 1 / torch.linalg.matrix_norm(gram).clamp(min=1e-30)[:, None, None]  # no larger than the largest eigenvalue
     w = ahead = torch.ones_like(onto)
     momentum = 1.0
     for _ in range(STEPS):
         before, w = w, (ahead - rate * (gram @ ahead - onto)).clamp(min=0)
         faster = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
         ahead, momentum = w + (momentum - 1) / faster * (w - before), faster
-    return w
+    return w[..., 0]
 
 
 def ridge(matrix: Tensor, target: Tensor, prior: Tensor) -> Tensor:
-    """The y [t, V] with the least |matrix y - target|^2 + l |y - prior|^2; l is `RIDGE` of a column's mean square.
+    """The y [J, t, V] with the least |matrix y - target|^2 + l |y - prior|^2; l is `RIDGE` of a column's mean square.
 
     Args:
-        matrix: [R, t].
-        target: [R, V].
-        prior: [t, V].
+        matrix: [J, R, t].
+        target: [J, R, V].
+        prior: [J, t, V].
     """
-    R, t = matrix.shape
-    strength, missing = (RIDGE * matrix.square().sum() / t).clamp(min=1e-20), target - matrix @ prior
-    if t <= R:
-        moved: Tensor = torch.linalg.solve(matrix.T @ matrix + strength * torch.eye(t).to(matrix), matrix.T @ missing)
-    else:
-        moved = matrix.T @ torch.linalg.solve(matrix @ matrix.T + strength * torch.eye(R).to(matrix), missing)
+    gram = matrix.mT @ matrix
+    strength = (RIDGE * gram.diagonal(dim1=1, dim2=2).mean(dim=1)).clamp(min=1e-20)[:, None, None]
+    moved: Tensor = torch.linalg.solve(
+        gram + strength * torch.eye(gram.shape[1]).to(gram), matrix.mT @ (target - matrix @ prior)
+    )
     return prior + moved
 
 
-def lost(queries: Queries, keys: Tensor, values: Tensor, chosen: Kept) -> float:
+def fitted_values(queries: Queries, wanted: Tensor, keys: Tensor, prior: Tensor) -> Tensor:
+    """[J, t, V], near to a prior, for keys [J, t, D]: outputs become those that are wanted, [J, R, V]."""
+    share = queries.shares(keys)
+    return ridge(share, wanted - queries.own(share), prior)
+
+
+def moved(queries: Queries, wanted: Tensor, keys: Tensor, values: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Keys and values from which outputs miss less of what is wanted [J, R, V], by gradients of the squares (Adam)."""
+    units = (1 / queries.queries.square().mean(dim=1).sqrt().clamp(min=1e-3))[:, None], values.square().mean().sqrt()
+    found = [keys.clone(), values.clone()]
+    means, squares = ([torch.zeros_like(each) for each in found] for _ in range(2))
+    for step in range(1, steps + 1):
+        rate = FAR * min(1, step / 5) * (1 - (step - 1) / steps)
+        for at, gradient in enumerate(slopes(queries, wanted, *found)):
+            scaled = gradient * units[at]
+            means[at].lerp_(scaled, 0.1)
+            squares[at].lerp_(scaled.square(), 0.01)
+            size = (squares[at] / (1 - 0.99**step)).sqrt().clamp(min=1e-12)
+            found[at] -= rate * units[at] * means[at] / (1 - 0.9**step) / size
+    return found[0], fitted_values(queries, wanted, *found)
+
+
+def slopes(queries: Queries, wanted: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients, by keys and by values, of half the squares of what outputs miss of what is wanted."""
+    share = queries.shares(keys)
+    missing = share @ values + queries.own(share) - wanted  # [J, R, V]
+    of_shares = missing @ values.mT - (missing * queries.own_output).sum(dim=-1, keepdim=True)  # [J, R, t]
+    of_logits = share * (of_shares - (share * of_shares).sum(dim=-1, keepdim=True))
+    return of_logits.mT @ queries.queries, share.mT @ missing
+
+
+def lost(queries: Queries, keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tensor) -> Tensor:
     """See `Kept.lost`; 0 if nothing looks at the text."""
-    whole = _output(queries, keys, values)
-    missing = (_output(queries, chosen.keys, chosen.values) - whole).square().sum()
-    added = (whole - queries.own_output).square().sum()
-    return float(missing / added) if added > 0 else 0.0
+    whole = queries.output(keys, values)
+    missing = (queries.output(kept_keys, kept_values) - whole).square().sum(dim=(1, 2))
+    added = (whole - queries.own_output).square().sum(dim=(1, 2))
+    return torch.where(added > 0, missing / added, 0.0)
 
 
-def _values(queries: Queries, keys: Tensor, values: Tensor, chosen: Kept) -> Tensor:
-    """[t, V], for the chosen keys: outputs become those of all keys, own tokens included."""
-    share = _shares(queries, chosen.keys)  # [R, t]
-    own = (1 - share.sum(dim=1, keepdim=True)) * queries.own_output
-    return ridge(share, _output(queries, keys, values) - own, chosen.values)
+def _rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """[J, N, D] at rows [J, t]: [J, t, D]."""
+    return matrix.gather(1, rows[..., None].expand(-1, -1, matrix.shape[2]))
 
 
-def _output(queries: Queries, keys: Tensor, values: Tensor) -> Tensor:
-    """[R, V], of one softmax over these keys and the request's own."""
-    share = _shares(queries, keys)
-    return share @ values + (1 - share.sum(dim=1, keepdim=True)) * queries.own_output
-
-
-def _shares(queries: Queries, keys: Tensor) -> Tensor:
-    """[R, N], of these keys in that softmax."""
-    logits = queries.queries @ keys.T
-    total = torch.logaddexp(logits.logsumexp(dim=1), queries.own_mass)
-    return (logits - total[:, None]).exp_()
+def _columns(matrix: Tensor, columns: Tensor) -> Tensor:
+    """[J, R, N] at columns [J, t]: [J, R, t]."""
+    return matrix.gather(2, columns[:, None].expand(-1, matrix.shape[1], -1))
 
 
 def _solved(gram: Tensor, onto: Tensor) -> Tensor:
-    """Of normal equations, [t, t] and [t], which may be singular."""
-    strength = (1e-6 * gram.diagonal().mean()).clamp(min=1e-20)
-    solution: Tensor = torch.linalg.solve(gram + strength * torch.eye(len(gram)).to(gram), onto)
-    return solution
+    """Of normal equations, [J, t, t] and [J, t], which may be singular."""
+    strength = (1e-6 * gram.diagonal(dim1=1, dim2=2).mean(dim=1)).clamp(min=1e-20)[:, None, None]
+    solution: Tensor = torch.linalg.solve(gram + strength * torch.eye(gram.shape[1]).to(gram), onto[..., None])
+    return solution[..., 0]

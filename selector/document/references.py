@@ -1,11 +1,11 @@
-"""What asks about a text while it is compacted: requests that repeat its pieces, and that ask what they say.
+"""What asks about a text while it is compacted: turns that repeat its parts, and that ask what its sentences say.
 
-Each stands behind the text, as a request of a user will, and all its tokens are queries. Short questions are the turns
-of one conversation, which is as long as a piece: so all references have about one length.
+Each conversation stands behind the text, as a request of a user will, and all its tokens are queries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,21 +15,35 @@ from torch import Tensor
 from inducekv_vllm.backbone.turns import message
 
 from ..backbone.model import Backbone
-from .chunks import sentences_of, spread
+from .chunks import chunks_of, sentences_of, spread
 
-BEGINNING: Final = 8  # words of a piece that name it
+BEGINNING: Final = 8  # words of a part that name it
 SUBJECT: Final = 5  # words of a sentence that are asked about
-TURNS: Final = 8  # of a conversation
-SENTENCES: Final = 24  # of the pieces, that are asked about, at most
+PART: Final = 64  # tokens that are repeated in one turn
+CONVERSATION: Final = 320  # tokens, about
+AROUND: Final = 5  # tokens that a chat template puts around what is said, about
 
 
-def references(backbone: Backbone, pieces: Sequence[str]) -> list[Tensor]:
-    """The tokens of each: [T] int64."""
-    sentences = [sentence for piece in pieces for sentence in sentences_of(piece)]
-    asked = [(about(sentence), sentence) for sentence in spread(sentences, SENTENCES)]
-    turns = [[(repeat(piece), piece)] for piece in pieces]
-    turns += [asked[start : start + TURNS] for start in range(0, len(asked), TURNS)]
-    return [_tokens(backbone, each) for each in turns]
+def references(backbone: Backbone, text: str, most: int) -> list[Tensor]:
+    """The tokens of each conversation, [T] int64: all of the text is repeated, `most` tokens or so ask about it.
+
+    What repeats and what asks is not in one conversation: there it could be read off what was said before.
+    """
+
+    def count(text: str) -> int:
+        return len(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def tokens(turns: Sequence[tuple[str, str]]) -> int:
+        return sum(count(said) + AROUND for turn in turns for said in turn)
+
+    repeated = [(repeat(part), part) for part in chunks_of(text, count, PART)]
+    asked = [(about(sentence), sentence) for sentence in sentences_of(text)]
+    asked = spread(asked, max(1, len(asked) * most // max(1, tokens(asked))))
+    found = list[Tensor]()
+    for turns in (repeated, asked):
+        conversations = math.ceil(tokens(turns) / CONVERSATION)
+        found += [_tokens(backbone, turns[start::conversations]) for start in range(conversations)]
+    return found
 
 
 def about(sentence: str) -> str:

@@ -26,16 +26,16 @@ from ..backbone.prefix import cached_at
 from ..backbone.scoring import Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.document import Document
-from ..runtime.progress import track
 from .chunks import chunks_of, spread
-from .compaction import Compacted, compacted, memory_of
+from .compaction import Part, compacted, memory_of
 from .references import references, repeat
 
 LEAST_TOKENS: Final = 128  # of a document: less is a prompt, or a fact
 READ: Final = 8192  # tokens of a reading, at most
 BLOCK: Final = 512  # tokens that are compacted together, at most
-PIECE: Final = 256  # tokens of a piece, which is repeated, or asked about
-SCORED, BEGUN = 4, 64  # pieces, and tokens of each, whose log-probability tells what was lost
+PIECE: Final = 256  # tokens of a piece, which is asked about
+REFERENCES: Final = 1536  # tokens that ask about all blocks, about
+SCORED, BEGUN = 4, 32  # pieces, and tokens of each, whose log-probability tells what was lost
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Block:
     """A part of a text that is compacted by itself, and the pieces of it."""
 
     token_ids: Tensor  # [N] int64
+    text: str
     pieces: list[str]
 
 
@@ -66,7 +67,7 @@ class Text:
 
         def block(text: str, first: bool) -> Block:
             ids = backbone.tokenizer(f"{text}\n\n", add_special_tokens=first)["input_ids"]  # BOS, if there is one
-            return Block(torch.tensor(ids), chunks_of(text, count, PIECE))
+            return Block(torch.tensor(ids), text, chunks_of(text, count, PIECE))
 
         readings = chunks_of(document.text, count, min(READ, Scorer(backbone).context // 2))
         found = cls(
@@ -139,19 +140,18 @@ class CompactedText:
         return f"loses {self.attention:.1%} of attention's output and {self.text_lost:.1%} of its own log-probability"
 
 
-def compacted_text(backbone: Backbone, whole: ReadText, m: int, progress: bool = False) -> CompactedText:
+def compacted_text(backbone: Backbone, whole: ReadText, m: int) -> CompactedText:
     """m tokens for all of a text's: each block has its share of them."""
     text = whole.text
     ends = [round(m * end / text.tokens) for end in itertools.accumulate(len(each.token_ids) for each in text.blocks)]
-    found = list[Compacted]()
-    blocks = list(zip(text.blocks, whole.memories, pairwise([0, *ends]), strict=True))
-    for block, memory, (begin, end) in track(blocks, "Compacting", progress):
-        if end > begin:
-            found.append(compacted(backbone, memory, references(backbone, block.pieces), end - begin))
-    keys, values = (torch.cat([getattr(each, name) for each in found], dim=2) for name in ("keys", "values"))
-    left = nats_of(backbone, spread(text.pieces, SCORED), memory_of(keys, values, backbone.hidden_size))
-    lost = float(torch.stack([each.lost for each in found]).mean())
-    return CompactedText(text, keys, values, lost, whole.nats | {"kept": left})
+    parts = [
+        Part(memory, references(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens), end - begin)
+        for block, memory, (begin, end) in zip(text.blocks, whole.memories, pairwise([0, *ends]), strict=True)
+        if end > begin
+    ]
+    found = compacted(backbone, parts)
+    left = nats_of(backbone, spread(text.pieces, SCORED), found.memory(backbone.hidden_size))
+    return CompactedText(text, found.keys, found.values, float(found.lost.mean()), whole.nats | {"kept": left})
 
 
 def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:

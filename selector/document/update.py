@@ -51,7 +51,7 @@ def update_document(
     m = tokens_of_memory(texts, settings)
     clozes = {text.name: _clozes(text, settings.seed) for text in texts}
     with products(backbone, settings):
-        found = [compacted_text(backbone, ReadText.of(backbone, text), m, run.progress) for text in texts]
+        found = [compacted_text(backbone, ReadText.of(backbone, text), m) for text in texts]
         if run.progress:
             for each in found:
                 note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")

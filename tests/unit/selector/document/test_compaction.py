@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone
-from selector.document.compaction import compacted
+from selector.document.compaction import Part, compacted
 from selector.document.matching import kept
 from selector.document.references import about, references, repeat
 from selector.document.text import Block, read
 
+MANY = 10**6  # tokens of references
 TEXT = "The kestrel valve opens at 37 bar. It is checked every 12 days by the north team. The plover valve is new."
 
 
@@ -27,8 +28,8 @@ def ids_of(llama: Backbone, text: str) -> Tensor:
 def test_all_tokens_are_the_text_before_the_request(folder: Path, llama: Backbone) -> None:
     """Transformers' log-probabilities behind the text, in float64."""
     ids = ids_of(llama, TEXT)
-    (text,) = read(llama, [Block(ids, [TEXT])])
-    memory = compacted(llama, text, references(llama, [TEXT]), len(ids)).memory(llama.hidden_size)
+    (text,) = read(llama, [Block(ids, TEXT, [])])
+    memory = compacted(llama, [Part(text, references(llama, TEXT, MANY), len(ids))]).memory(llama.hidden_size)
     prompt, answer = llama.encode([{"role": "user", "content": [{"type": "text", "text": "When?"}]}], []), [5, 9, 13]
     (ours,) = score(llama, [prompt], [answer], memory, memory.terms(memory.retrieval_keys))
     whole = torch.cat([ids, prompt["input_ids"][0], torch.tensor(answer)])
@@ -49,36 +50,62 @@ def test_later_layers_are_asked_by_what_has_seen_the_earlier_ones(
         return kept(queries, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr("selector.document.compaction.kept", watched)
-    (text,) = read(llama, [Block(ids_of(llama, TEXT), [TEXT])])
-    asked = references(llama, [TEXT])[:1]
-    found = compacted(llama, text, asked, 9)
-    asked_first, J = list(seen), llama.num_kv_heads
+    (text,) = read(llama, [Block(ids_of(llama, TEXT), TEXT, [])])
+    asked = references(llama, TEXT, MANY)[:1]
+    found = compacted(llama, [Part(text, asked, 9)])
+    asked_first = list(seen)
     seen.clear()
     memory = found.memory(llama.hidden_size)
-    compacted(llama, memory, asked, 9)  # of which all is kept
+    compacted(llama, [Part(memory, asked, 9)])  # of which all is kept
     for before, again in zip(asked_first, seen, strict=True):
         torch.testing.assert_close(again, before, rtol=0, atol=1e-3)
-    assert len(asked_first) == llama.num_layers * J
+    assert len(asked_first) == llama.num_layers
     seen.clear()
-    compacted(llama, text, asked, len(ids_of(llama, TEXT)))  # behind the whole text they are others
+    compacted(llama, [Part(text, asked, len(ids_of(llama, TEXT)))])  # behind the whole text they are others
     assert not torch.allclose(seen[-1], asked_first[-1], atol=1e-3)
 
 
 def test_blocks_are_read_behind_one_another(llama: Backbone) -> None:
     first, second = (ids_of(llama, text) for text in ("The kestrel valve opens.", " The plover valve is new."))
-    (whole,) = read(llama, [Block(torch.cat([first, second]), [])])
-    parts = read(llama, [Block(first, []), Block(second, [])])
+    (whole,) = read(llama, [Block(torch.cat([first, second]), "", [])])
+    parts = read(llama, [Block(first, "", []), Block(second, "", [])])
     for name in ("payload_keys", "payload_values"):
         joined = torch.cat([getattr(part, name) for part in parts], dim=3)
         torch.testing.assert_close(joined, getattr(whole, name))
 
 
+def test_blocks_are_compacted_as_if_each_were_alone(llama: Backbone) -> None:
+    """In one pass, each for its own references, behind one another."""
+    texts = ["The kestrel valve opens at 37 bar.", "It is checked every 12 days by the north team."]
+    memories = read(llama, [Block(ids_of(llama, text), text, []) for text in texts])
+    parts = [
+        Part(memory, references(llama, text, MANY), tokens)
+        for memory, text, tokens in zip(memories, texts, (5, 8), strict=True)
+    ]
+    together, alone = compacted(llama, parts), [compacted(llama, [part]) for part in parts]
+    for name in ("keys", "values"):
+        joined = torch.cat([getattr(each, name) for each in alone], dim=2)
+        torch.testing.assert_close(getattr(together, name), joined, rtol=0, atol=1e-3)
+
+
 def test_what_asks(llama: Backbone) -> None:
-    """A piece is repeated to its end; sentences are asked about by how they begin."""
+    """Parts are repeated to their ends, sentences are asked about by how they begin, each in a conversation."""
     assert repeat(TEXT) == 'Repeat the part of the text that begins with "The kestrel valve opens at 37 bar.".'
     assert about("The plover valve is new and green.") == "What does the text say about The plover valve is new?"
-    texts = [llama.tokenizer.decode(ids) for ids in references(llama, [TEXT])]
-    assert len(texts) == 2
-    assert repeat(TEXT) in texts[0]
-    assert TEXT in texts[0]
-    assert texts[1].count("What does the text say about") == 3
+    texts = [llama.tokenizer.decode(ids) for ids in references(llama, TEXT, MANY)]
+    repeated = [text for text in texts if "Repeat the part" in text]
+    asked = [text for text in texts if "What does the text say about" in text]
+    assert len(texts) == len(repeated) + len(asked)
+    assert sum(text.count("What does the text say about") for text in asked) == 3
+    assert all(any(sentence in text for text in repeated) for sentence in TEXT.split(". ")[:1])
+
+
+def test_less_is_asked_about_a_text_if_there_is_no_room_and_all_is_repeated(llama: Backbone) -> None:
+    sentences = [f"The valve number {at} opens at {at} bar." for at in range(60)]
+    found = []
+    for most in (MANY, 1200, 400):
+        texts = [llama.tokenizer.decode(ids) for ids in references(llama, " ".join(sentences), most)]
+        repeated = "".join(text for text in texts if "Repeat the part" in text)
+        assert all(sentence in repeated for sentence in sentences)
+        found.append(sum(text.count("What does the text say") for text in texts))
+    assert found[0] == 60 > found[1] > found[2] > 0
