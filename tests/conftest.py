@@ -34,8 +34,11 @@ LAST_OF_A_GROUP = "tests/server/test_shutdown.py"  # ends the server that the gr
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """It hears vLLM's loggers, and ours below them, though an engine of an earlier test has configured them."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    """It hears vLLM's loggers, and ours below them, however an earlier test of the process has configured them."""
+    vllm = logging.getLogger("vllm")
+    monkeypatch.setattr(vllm, "propagate", True)
+    if vllm.level > logging.INFO:
+        caplog.set_level(logging.INFO, "vllm")
     return caplog
 
 

@@ -41,7 +41,7 @@ def references(backbone: Backbone, text: str, most: int) -> list[Tensor]:
     asked = spread(asked, max(1, len(asked) * most // max(1, tokens(asked))))
     found = list[Tensor]()
     for turns in (repeated, asked):
-        conversations = math.ceil(tokens(turns) / CONVERSATION)
+        conversations = min(len(turns), math.ceil(tokens(turns) / CONVERSATION))
         found += [_tokens(backbone, turns[start::conversations]) for start in range(conversations)]
     return found
 
