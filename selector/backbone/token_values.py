@@ -90,13 +90,13 @@ def asked_texts(
     Args:
         clause_ends: the tokens with which a clause ends; see `clause_ends_of`.
     """
-    reader = backbone.fact_reader
+    reader, ids = backbone.fact_reader, [inputs["input_ids"][0].tolist() for inputs in encoded]
     means: list[Tensor | None] = [None] * len(encoded)
     for row, values, text in _deciding_values(backbone, encoded, layers, marks, progress):
         if text:
-            runs = runs_of_tokens([int(encoded[row]["input_ids"][0, at]) for at in text], clause_ends)
+            runs = runs_of_tokens([ids[row][at] for at in text], clause_ends)
             means[row] = torch.stack([values[run.start : run.stop].mean(dim=0) for run in runs]).cpu()
-    return AskedTexts(means, [reader.question(prompt["input_ids"][0].tolist()).text for prompt in encoded])
+    return AskedTexts(means, [reader.question(of_prompt).text for of_prompt in ids])
 
 
 def clause_ends_of(backbone: Backbone) -> Tensor:
@@ -190,12 +190,12 @@ def _deciding_values(
     ids = [inputs["input_ids"][0].tolist() for inputs in encoded]
     deciding = [deciding_tokens(of_prompt, marks, placeholders) for of_prompt in ids]
     begun = _begun(backbone, ids, [text for text, _ in deciding])
-    shared = [row for row, (text, _) in enumerate(deciding) if _begins(ids[row], text, begun)]
-    others = sorted({*range(len(ids))} - {*shared})
-    for rows_of, after in ((shared, begun), (others, None)):
+    begins = [_begins(of_prompt, text, begun) for of_prompt, (text, _) in zip(ids, deciding, strict=True)]
+    for after in (begun, None) if any(begins) else (None,):
+        chosen = [row for row, so in enumerate(begins) if so == (after is not None)]
         skipped = 0 if after is None else after.length
-        for batch in track(_batches([len(ids[row]) - skipped for row in rows_of]), READING, progress):
-            rows = [rows_of[at] for at in batch]
+        for batch in track(_batches([len(ids[row]) - skipped for row in chosen]), READING, progress):
+            rows = [chosen[at] for at in batch]
             inputs = backbone.collate([encoded[row] for row in rows])
             values = (
                 _values(backbone, inputs, layers) if after is None else _values_after(backbone, inputs, layers, after)

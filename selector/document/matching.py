@@ -25,6 +25,7 @@ LEAST_BIAS, MOST_BIAS = -6.0, 8.0  # of a key: the logarithm of how many keys it
 ROUNDS: Final = 24  # of a pursuit, at most: later ones take several keys at once
 STEPS: Final = 100  # of projected gradients
 RIDGE: Final = 1e-3  # of the mean square of a column
+LEAST_RIDGE: Final = 1e-6  # likewise, of equations that may be singular
 HELD_OUT: Final = 5  # one query in so many tells what was lost, and is not fitted
 FAR: Final = 0.05  # a step, in units in which a query's logit moves by about one
 
@@ -96,7 +97,7 @@ def direction(queries: Tensor, weight: Tensor) -> Tensor:
         weight: [J, R], of a query.
     """
     weighted = queries * weight[..., None]
-    return _solved(weighted.mT @ weighted, (weighted.mT @ weight[..., None])[..., 0])
+    return _solved(weighted.mT @ weighted, weighted.mT @ weight[..., None], LEAST_RIDGE)[..., 0]
 
 
 def by_pursuit(share: Tensor, target: Tensor, t: int) -> Tensor:
@@ -110,8 +111,8 @@ def by_pursuit(share: Tensor, target: Tensor, t: int) -> Tensor:
     rows = torch.zeros(len(gram), 1, dtype=torch.int64, device=onto.device)
     while (found := rows.shape[1]) < t:
         among = _rows(gram, rows)  # [J, found, N]
-        weights = _solved(_columns(among, rows), onto.gather(1, rows)).clamp(min=0)
-        left = (onto - (among.mT @ weights[..., None])[..., 0]).scatter(1, rows, -torch.inf)
+        weights = _solved(_columns(among, rows), onto.gather(1, rows)[..., None], LEAST_RIDGE).clamp(min=0)
+        left = (onto - (among.mT @ weights)[..., 0]).scatter(1, rows, -torch.inf)
         rows = torch.cat([rows, left.topk(min(math.ceil(t / ROUNDS), t - found)).indices], dim=1)
     return rows.sort().values
 
@@ -142,12 +143,7 @@ def ridge(matrix: Tensor, target: Tensor, prior: Tensor) -> Tensor:
         target: [J, R, V].
         prior: [J, t, V].
     """
-    gram = matrix.mT @ matrix
-    strength = (RIDGE * gram.diagonal(dim1=1, dim2=2).mean(dim=1)).clamp(min=1e-20)[:, None, None]
-    moved: Tensor = torch.linalg.solve(
-        gram + strength * torch.eye(gram.shape[1]).to(gram), matrix.mT @ (target - matrix @ prior)
-    )
-    return prior + moved
+    return prior + _solved(matrix.mT @ matrix, matrix.mT @ (target - matrix @ prior), RIDGE)
 
 
 def fitted_values(queries: Queries, wanted: Tensor, keys: Tensor, prior: Tensor) -> Tensor:
@@ -199,8 +195,8 @@ def _columns(matrix: Tensor, columns: Tensor) -> Tensor:
     return matrix.gather(2, columns[:, None].expand(-1, matrix.shape[1], -1))
 
 
-def _solved(gram: Tensor, onto: Tensor) -> Tensor:
-    """Of normal equations, [J, t, t] and [J, t], which may be singular."""
-    strength = (1e-6 * gram.diagonal(dim1=1, dim2=2).mean(dim=1)).clamp(min=1e-20)[:, None, None]
-    solution: Tensor = torch.linalg.solve(gram + strength * torch.eye(gram.shape[1]).to(gram), onto[..., None])
-    return solution[..., 0]
+def _solved(gram: Tensor, onto: Tensor, ridge: float) -> Tensor:
+    """Of normal equations, [J, t, t] and [J, t, V], with a share of a column's mean square on the diagonal."""
+    strength = (ridge * gram.diagonal(dim1=1, dim2=2).mean(dim=1)).clamp(min=1e-20)[:, None, None]
+    solution: Tensor = torch.linalg.solve(gram + strength * torch.eye(gram.shape[1]).to(gram), onto)
+    return solution

@@ -100,10 +100,11 @@ class Text:
 
 @dataclass(frozen=True)
 class ReadText:
-    """A text with the keys and values that the model has of it."""
+    """A text with the keys and values that the model has of it, and what asks about it."""
 
     text: Text
     memories: list[TensorMemory]  # of each block
+    references: list[list[Tensor]]  # of each block, see `references`
     nats: dict[str, float]  # of a token of the text that is to be repeated: with nothing, and with all of it
 
     @classmethod
@@ -111,7 +112,10 @@ class ReadText:
         memories = [memory for reading in text.readings for memory in read(backbone, reading)]
         pieces = spread(text.pieces, SCORED)
         nats = {"nothing": nats_of(backbone, pieces, None), "whole": nats_of(backbone, pieces, joined(memories))}
-        return cls(text, memories, nats)
+        asking = [
+            references(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens) for block in text.blocks
+        ]
+        return cls(text, memories, asking, nats)
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,8 @@ def compacted_text(backbone: Backbone, whole: ReadText, m: int) -> CompactedText
     text = whole.text
     ends = [round(m * end / text.tokens) for end in itertools.accumulate(len(each.token_ids) for each in text.blocks)]
     parts = [
-        Part(memory, references(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens), end - begin)
-        for block, memory, (begin, end) in zip(text.blocks, whole.memories, pairwise([0, *ends]), strict=True)
+        Part(memory, asking, end - begin)
+        for memory, asking, (begin, end) in zip(whole.memories, whole.references, pairwise([0, *ends]), strict=True)
         if end > begin
     ]
     found = compacted(backbone, parts)

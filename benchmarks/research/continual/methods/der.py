@@ -63,7 +63,7 @@ class DerPlusPlus(ErReplay):
         }
         kept = {key(example): said[key(example)].contiguous() for example in buffer}
         replace_file(training.out / SAID, safetensors.torch.save(kept))
-        store_buffer(training.out / BUFFER, buffer, seed)
+        store_buffer(training.out / BUFFER, buffer)
         return {"buffer": len(buffer), "buffer_bytes": sum(map(size, buffer)), "buffer_bytes_allowed": allowed}
 
 

@@ -146,5 +146,5 @@ class ErReplay(Lora):
         allowed = self.bytes_allowed(training.scorer.backbone, training.context)
         seed = training.context.seed
         buffer = reservoir(self.rehearsed(training), training.task.train, allowed, seed)
-        store_buffer(training.out / BUFFER, buffer, seed)
+        store_buffer(training.out / BUFFER, buffer)
         return {"buffer": len(buffer), "buffer_bytes": sum(map(content_bytes, buffer)), "buffer_bytes_allowed": allowed}

@@ -51,7 +51,7 @@ def reservoir(
     return order[: number_that_fit(map(size, order), allowed)]
 
 
-def store_buffer(folder: Path, buffer: Sequence[Example], seed: int) -> None:
+def store_buffer(folder: Path, buffer: Sequence[Example]) -> None:
     store = AnchorStore(folder)
     for task in sorted({example.task for example in buffer}):
         store.append([example for example in buffer if example.task == task])
