@@ -85,6 +85,10 @@ class KernelMemoryAttention:
             most_tokens=pool.shape.num_tokens,
             processors=processors,
         )
+        if launch.INTERPRETED and pool.keys.is_cuda:
+            raise UnsupportedModel(
+                "InduceKV cannot serve memory on a GPU with TRITON_INTERPRET=1: Triton interprets kernels where there is none"
+            )
         try:
             for layer_pool in self._layers:
                 launch.check(layer_pool, self._num_heads)

@@ -6,7 +6,6 @@ The API process talks to a worker through the RPC methods `inducekv_*`; `protoco
 from __future__ import annotations
 
 import itertools
-import sys
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 logger = logger_of(__name__)
-SWITCH_S = 0.0005  # so long a thread may keep Python's lock that another one waits for
 
 
 class MemoryWorker(Worker):
@@ -72,8 +70,6 @@ class MemoryWorker(Worker):
         check_engine(vllm_config)
         register(vllm_config, is_v2=bool(vllm_config.use_v2_model_runner))
         super().__init__(vllm_config, *args, **kwargs)
-        # A step that begins while a load has Python's lock gets it soon.
-        sys.setswitchinterval(SWITCH_S)
         self.steps = Steps()
         self.resident = ResidentBundles(
             self._read_bundle, self._store_bundle, self.steps, self.settings.memory_host_bytes

@@ -3,25 +3,24 @@
 One forward pass over the references of all blocks of the text: in each layer a block's references say by their queries
 which of its keys and values to keep, and then attend to these.
 
-Shapes: n references of T tokens, L layers, J KV heads, G query heads of each, D and V sizes of a key and a value,
-N tokens of a block, m that are kept of all, R = tokens of a block's references times G.
+Shapes: references of T tokens, L layers, H query heads, J KV heads, D and V sizes of a key and a value, N tokens of a
+block, m that are kept of all, R = tokens of a block's references times H / J.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
-from ..backbone.injection import TensorMemory, Terms, attention_with, injected
+from ..backbone.injection import TensorMemory, own_attention
+from ..backbone.loading import decoder
 from ..backbone.model import Backbone, attention_named
-from ..backbone.tiled_attention import attend_decoupled_tiled, attend_tiled
 from .matching import Kept, Queries, kept
 
 COMPACTING: Final = "inducekv_compacting"
@@ -72,77 +71,99 @@ def memory_of(keys: Tensor, values: Tensor, hidden_size: int) -> TensorMemory:
 def compacted(backbone: Backbone, parts: Sequence[Part]) -> Compacted:
     """The keys and values of each layer and KV head that act most like those of the parts, behind one another."""
     references = [each for part in parts for each in part.references]
-    ids = pad_sequence(references, batch_first=True).to(backbone.device)  # [n, T]
-    lengths = torch.tensor([len(each) for each in references], device=backbone.device)
-    real = torch.arange(ids.shape[1], device=backbone.device) < lengths[:, None]  # [n, T]
-    compacting = _Compacting(parts, real)
-    AttentionInterface.register(COMPACTING, attention_with(compacting.attend, attend_decoupled_tiled))
-    AttentionMaskInterface.register(COMPACTING, sdpa_mask)
-    any_memory = parts[0].memory
-    with attention_named(backbone, COMPACTING), injected(any_memory, _terms(any_memory, len(ids))):
-        backbone.model.base_model(input_ids=ids, attention_mask=real.long(), use_cache=False)
+    positions = torch.cat([torch.arange(len(each)) for each in references])
+    compacting = _Compacting(parts)
+    AttentionInterface.register(COMPACTING, compacting.attend)
+    AttentionMaskInterface.register(COMPACTING, _no_mask)
+    with attention_named(backbone, COMPACTING):
+        decoder(backbone.model)(
+            input_ids=torch.cat(references)[None].to(backbone.device),
+            position_ids=positions[None].to(backbone.device),
+            use_cache=False,
+        )
     keys, values, lost = (torch.stack(of_layers).cpu() for of_layers in zip(*compacting.found, strict=True))
     return Compacted(keys, values, lost)
 
 
 class _Compacting:
-    """What the references' attention does in each layer."""
+    """The attention of references that stand behind one another, each for itself behind what is left of its part."""
 
-    def __init__(self, parts: Sequence[Part], real: Tensor) -> None:
-        """`real`: [n, T] bool, which tokens are no padding."""
-        self._parts, self._real = parts, real
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
         self.found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each layer: as of `Kept`, of all parts
 
     def attend(
         self,
-        query: Tensor,  # [n, H, T, D]
-        key: Tensor,  # [n, J, S, D]
-        value: Tensor,  # [n, J, S, V]
-        visible: Tensor,  # [n or 1, T, S] bool
+        module: torch.nn.Module,
+        query: Tensor,  # [1, H, T of all references, D]
+        key: Tensor,  # [1, J, T, D]
+        value: Tensor,  # [1, J, T, V]
+        attention_mask: None,
         scaling: float,
-        any_memory: TensorMemory,
-        terms: Terms,
-        layer: int,
-    ) -> Tensor:
-        """Compact this layer's keys and values, and attend to what is left: [n, T, H, V]."""
-        visible = visible.expand(len(query), -1, -1)
-        of_parts = torch.tensor([len(part.references) for part in self._parts]).cumsum(0)[:-1].tolist()
-        most = max(LEAST_QUERIES, QUERIES // len(self._parts))
-        split = (each.tensor_split(of_parts) for each in (query, key, value, visible, self._real))
-        own = list(zip(*split, strict=True))  # of each part
-        asked = [_queries(q, k, v, seen, real, scaling, most) for q, k, v, seen, real in own]
-        logits = sum(each.own_mass.numel() * part.kept for each, part in zip(asked, self._parts, strict=True))
-        tokens = sum(part.memory.payload_keys.shape[3] for part in self._parts)
-        moves = min(MOVES, WORK * LONG // (logits * (LONG + tokens)) + 1)
-        outputs, found = list[Tensor](), list[Kept]()
-        for part, queries, (q, k, v, seen, _) in zip(self._parts, asked, own, strict=True):
-            keys, values = (
-                each[layer, 0].to(query.device) for each in (part.memory.payload_keys, part.memory.payload_values)
-            )
-            with torch.autocast(query.device.type, enabled=False):
-                found.append(kept(queries, keys, values, part.kept, moves))
-            left = memory_of(found[-1].keys[None], found[-1].values[None], any_memory.retrieval_keys.shape[1])
-            outputs.append(attend_tiled(q, k, v, seen, scaling, left, _terms(left, len(q)), 0))
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """Compact this layer's keys and values, and attend to what is left: [1, T, H, V]."""
+        layer, dtype = len(self.found), query.dtype
+        with torch.autocast(query.device.type, enabled=False):
+            asking = self._of_parts(query.float(), key.float(), value.float())
+            most = max(LEAST_QUERIES, QUERIES // len(self._parts))
+            queries = [_queries(each, scaling, most) for each in asking]
+            moves = self._moves(queries)
+            outputs, found = list[Tensor](), list[Kept]()
+            for part, of_part, references in zip(self._parts, queries, asking, strict=True):
+                keys, values = (
+                    each[layer, 0].to(query.device) for each in (part.memory.payload_keys, part.memory.payload_values)
+                )
+                found.append(kept(of_part, keys, values, part.kept, moves))
+                outputs += [_behind(module, found[-1], each, scaling) for each in references]
         keys, values = (torch.cat([getattr(each, name) for each in found], dim=1) for name in ("keys", "values"))
         self.found.append((keys, values, torch.stack([each.lost for each in found]).mean(dim=0)))
-        return torch.cat(outputs)
+        return torch.cat(outputs, dim=1).to(dtype), None
+
+    def _of_parts(self, *tensors: Tensor) -> list[list[Own]]:
+        """Of the references of each part, from [1, heads, T, size] of all."""
+        lengths = [len(each) for part in self._parts for each in part.references]
+        own = (Own(*each) for each in zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True))
+        return [list(itertools.islice(own, len(part.references))) for part in self._parts]
+
+    def _moves(self, queries: Sequence[Queries]) -> int:
+        """How many there is time for, in this layer."""
+        logits = sum(each.own_mass.numel() * part.kept for each, part in zip(queries, self._parts, strict=True))
+        tokens = sum(part.memory.payload_keys.shape[3] for part in self._parts)
+        return min(MOVES, WORK * LONG // (logits * (LONG + tokens)) + 1)
 
 
-def _queries(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, real: Tensor, scaling: float, most: int
-) -> Queries:
-    """Of the KV heads, about so many of each, and what they see of their own requests."""
-    n, H, T, D = query.shape
-    J = key.shape[1]
-    one_in = max(1, round(int(real.sum()) * H // J / most))
-    heads, tokens = torch.arange(H // J), torch.arange(T)
-    g, t = ((heads[:, None] + tokens) % one_in == 0).nonzero(as_tuple=True)  # [r] and [r]
-    grouped = (query.float() * scaling).view(n, J, H // J, T, D)[:, :, g, t]  # [n, J, r, D]
-    logits = (grouped @ key.float().mT).masked_fill(~visible[:, None, t], -torch.inf)  # [n, J, r, S]
-    mass = logits.logsumexp(dim=-1)  # [n, J, r]
-    output = (logits - mass[..., None]).exp() @ value.float()  # [n, J, r, V]
-    return Queries(*(each.transpose(0, 1)[:, real[:, t]] for each in (grouped, mass, output)))
+class Own(NamedTuple):
+    """What a reference of T tokens has in a layer, float32."""
+
+    query: Tensor  # [1, H, T, D]
+    key: Tensor  # [1, J, T, D]
+    value: Tensor  # [1, J, T, V]
 
 
-def _terms(memory: TensorMemory, n: int) -> Terms:
-    return memory.terms(memory.retrieval_keys.expand(n, -1))
+def _queries(references: Sequence[Own], scaling: float, most: int) -> Queries:
+    """Of the KV heads, about so many of each, and what they see of their own references."""
+    (_, H, _, D), J = references[0].query.shape, references[0].key.shape[1]
+    one_in = max(1, round(sum(each.query.shape[2] for each in references) * H // J / most))
+    found = list[Queries]()
+    for query, key, value in references:
+        heads, tokens = torch.arange(H // J), torch.arange(query.shape[2])
+        g, t = ((heads[:, None] + tokens) % one_in == 0).nonzero(as_tuple=True)  # [r] and [r]
+        grouped = (query[0] * scaling).view(J, H // J, -1, D)[:, g, t]  # [J, r, D]
+        later = (tokens > t[:, None]).to(query.device)  # [r, T]
+        logits = (grouped @ key[0].mT).masked_fill(later, -torch.inf)  # [J, r, T]
+        mass = logits.logsumexp(dim=-1)  # [J, r]
+        found.append(Queries(grouped, mass, (logits - mass[..., None]).exp() @ value[0]))
+    return Queries(*(torch.cat([getattr(each, field.name) for each in found], dim=1) for field in fields(Queries)))
+
+
+def _behind(module: torch.nn.Module, left: Kept, own: Own, scaling: float) -> Tensor:
+    """The model's attention of a reference behind what is left: [1, T, H, V]."""
+    m, T = left.keys.shape[1], own.query.shape[2]
+    keys, values = torch.cat([left.keys[None], own.key], dim=2), torch.cat([left.values[None], own.value], dim=2)
+    visible = torch.ones(T, m + T, dtype=torch.bool, device=keys.device).tril(m)
+    return own_attention(module, own.query, keys, values, visible[None, None], scaling)
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    """References are told apart by their lengths."""

@@ -229,6 +229,12 @@ def test_a_head_size_that_the_kernels_cannot_do_is_refused() -> None:
         KernelMemoryAttention(pool, tables, CPU, model, Processors(1), 0)  # type: ignore[arg-type]
 
 
+def test_interpreted_kernels_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(UnsupportedModel, match="on a GPU with TRITON_INTERPRET=1"):
+        World()
+
+
 def test_every_table_begins_at_16_bytes() -> None:
     """Kernels are compiled for aligned addresses, and again for others; those of layers they take as they come."""
     assert all(table.data_ptr() % 16 == 0 for table in vars(World().tables.slots).values())
