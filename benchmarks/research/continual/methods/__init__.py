@@ -15,6 +15,7 @@ from benchmarks.research.continual.methods.gated import GatedLoraReplay, GatedTa
 from benchmarks.research.continual.methods.lora import ErReplay, Lora, LoraReplay
 from benchmarks.research.continual.methods.lwf import Lwf
 from benchmarks.research.continual.methods.mas import Mas
+from benchmarks.research.continual.methods.matched_memory import Matched
 from benchmarks.research.continual.methods.method import Artifact, Kind, Method, RunContext
 from benchmarks.research.continual.methods.mixture import MoeLora
 from benchmarks.research.continual.methods.neighbours import KnnCopier, NoMemory, PromptReplay
@@ -46,6 +47,7 @@ METHODS: Mapping[str, Any] = {
         KnnCopier(),
         Built("random_memory", "random"),
         Built("kcenter_memory", "k-center"),
+        Matched(),
         Paper(),
         *paper_memory.ABLATIONS,
         Refined(),
