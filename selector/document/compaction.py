@@ -123,7 +123,7 @@ class _Compacting:
     def _of_parts(self, *tensors: Tensor) -> list[list[Own]]:
         """Of the references of each part, from [1, heads, T, size] of all."""
         lengths = [len(each) for part in self._parts for each in part.references]
-        own = (Own(*each) for each in zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True))
+        own = (Own(*each) for each in zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True))
         return [list(itertools.islice(own, len(part.references))) for part in self._parts]
 
     def _moves(self, queries: Sequence[Queries]) -> int:
