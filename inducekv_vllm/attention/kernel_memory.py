@@ -87,8 +87,8 @@ class KernelMemoryAttention:
         )
         if launch.INTERPRETED and pool.keys.is_cuda:
             raise UnsupportedModel(
-                "InduceKV cannot serve memory on a GPU with TRITON_INTERPRET=1: Triton interprets kernels where there is "
-                "none"
+                "InduceKV cannot serve memory on a GPU with TRITON_INTERPRET=1: Triton interprets kernels where there "
+                "is none"
             )
         try:
             for layer_pool in self._layers:
