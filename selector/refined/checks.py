@@ -18,7 +18,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
     Raises:
         TaskDataError: the examples belong to several tasks or to one of the previous bundle.
         BundleError: the previous bundle has another form, weighting or rank of maps.
-        ConfigError: anchors are missing or superfluous, the budget is too small, or there is nothing to search with.
+        ConfigError: anchors are missing or superfluous, or the budget is too small.
     """
     task = new_task(inputs.training)
     for example in inputs.validation:
@@ -55,13 +55,6 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
             raise BundleError(f"the previous bundle has maps of rank {rank}, found {settings.map_rank} in the settings")
     if previous is None or previous.recipe == REFINED:
         number_of_entries(inputs, settings)
-    if not inputs.validation:
-        if settings.learning_rate is None:
-            raise ConfigError(
-                "the learning rate is searched on validation examples, and there are none: give it, or some"
-            )
-        if settings.activation == "search":
-            raise ConfigError("the activation is searched on validation examples, and there are none: give it, or some")
 
 
 def check_model(

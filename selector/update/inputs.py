@@ -20,7 +20,7 @@ class TaskInputs:
     """The data of one update."""
 
     training: Sequence[Example]  # the candidates; the calibration is fitted to them
-    validation: Sequence[Example]  # never candidates; may be empty if nothing is searched
+    validation: Sequence[Example]  # never candidates
     anchors: Sequence[Example]  # of earlier tasks; may be empty
     previous: Bundle | None
     others: GateData = NO_QUESTIONS  # what a gate is to stay closed for
