@@ -24,7 +24,6 @@ from tests.engine.parity import (
     make_world,
     prompts,
     served_logprobs,
-    silent_below,
 )
 
 BLOCK = 32
@@ -65,22 +64,6 @@ def test_parity(served: MemoryEngine, plain: list[MemoryAnswer], activation: Act
     answers = served.check(prompts(6, seed=1), [f"{activation}-{weighting}"] * 6)
     pairs = [[served_logprobs(a.output.outputs[0])[1] for a in both] for both in zip(answers, plain, strict=True)]
     assert all((memory - without).abs().max() > 100 * TOLERANCE for memory, without in pairs)
-
-
-def test_all_kinds_in_one_batch_under_preemption(served: MemoryEngine) -> None:
-    kinds = (
-        None,
-        "text-uniform",
-        "prompt-uniform",
-        "generation-uniform",
-        "sqrt",
-        "generation-other",
-        "text-prior-maps",
-    )
-    kinds = tuple(name for name in kinds if name is None or name in served.memories)
-    questions = prompts(28, seed=2)
-    served.check(questions, [kinds[i % len(kinds)] for i in range(28)], greedy(max_tokens=40))
-    assert served.counted("num_preemptions") > 0
 
 
 def test_maps_of_part_of_the_entries(served: MemoryEngine) -> None:
@@ -171,45 +154,6 @@ def test_a_gate_reads_the_prefix_cache_and_decides_as_on_the_whole_prompt(served
         assert answer.decision is not None
         assert answer.decision.similarity is not None
         assert served.counted("prefix_cache_hits") == before
-
-
-def test_gates_and_uniform_memory_in_one_batch_under_preemption(served: MemoryEngine) -> None:
-    """Undecided requests are preempted too: there are more prompts than blocks."""
-    questions = prompts(14, seed=16)
-    tasks = [("a", None, "b")[i % 3] for i in range(14)]
-    before = served.counted("num_preemptions")
-    with served.gated(questions, tasks, **UNIFORM):
-        for _ in range(2):  # the second time prompts are in the cache, in part
-            answers = served.check(questions, ["gated"] * 14, greedy(max_tokens=40))
-            assert [answer.decision and answer.decision.task for answer in answers] == tasks
-    assert served.counted("num_preemptions") > before
-
-
-def test_memory_of_the_generation_joins_the_pass_that_decides(
-    served: MemoryEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Task "a" does nothing before the gate's last layer; task "b" does, and so its requests go back."""
-    questions, tasks = prompts(12, seed=31), [("a", None, "b", "a")[i % 4] for i in range(12)]
-    with served.gated(questions, tasks, last_layer=2, **silent_below(served.world, 2, 0)):
-        went_back = spied_go_back(served, monkeypatch)
-        answers = served.check(questions, ["gated"] * len(questions))
-        assert [answer.decision and answer.decision.task for answer in answers] == tasks
-        joined = [answer.decision is not None and answer.decision.same_pass for answer in answers]
-        lengths = [len(answer.output.prompt_token_ids or ()) for answer in answers]
-        assert joined == [task == "a" and T % BLOCK > 0 for task, T in zip(tasks, lengths, strict=True)]
-        assert any(joined)
-        assert len(went_back) == sum(task is not None for task in tasks) - sum(joined)
-        served.check(questions, ["gated"] * len(questions))  # with cached blocks
-
-
-def spied_go_back(served: MemoryEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests that go back from now on."""
-    scheduler, names = served.offline.llm.llm_engine.engine_core.engine_core.scheduler, list[str]()
-    go_back = scheduler.go_back
-    monkeypatch.setattr(
-        scheduler, "go_back", lambda request, start: names.append(request.request_id) or go_back(request, start)
-    )
-    return names
 
 
 def test_evidence_of_prompts_with_one_prefix_in_one_batch(served: MemoryEngine) -> None:

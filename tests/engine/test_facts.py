@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from inducekv_vllm.backbone.fact_reader import AskedQuestion
 from inducekv_vllm.backbone.stored_facts import StoredAnswers
-from inducekv_vllm.bundle import FactRecord, read_bundle, with_metadata, write_bundle
+from inducekv_vllm.bundle import FactRecord, read_bundle, write_bundle
 from inducekv_vllm.errors import BundleError, UnknownFact
 from inducekv_vllm.facts import AskedFacts
 from inducekv_vllm.frontend.offline import MemoryAnswer
@@ -176,16 +175,6 @@ def test_an_answer_that_the_request_begins(facts: Facts) -> None:
         assert text is None or answer.output.outputs[0].text == text
 
 
-def test_the_nearest_fact_is_named_if_none_is_found(facts: Facts) -> None:
-    facts.teach("missed", [fact(city) for city in CITIES])
-    question = Prompt(None, "What is the area code of Lima in 2024?")
-    (answer,) = facts.served.chat([question], ["missed"], greedy())
-    assert answer.decision is not None
-    assert answer.decision.missed is not None
-    assert answer.decision.missed.why == "'2024' is in one of them alone"
-    assert answer.decision.missed.added == ("area", "2024")
-
-
 def test_behind_a_gate(facts: Facts) -> None:
     """Facts of the gate's task count where it opens for it, and where it is closed but not by much.
 
@@ -229,19 +218,6 @@ def test_a_task_of_facts_alone_behind_a_gate(facts: Facts) -> None:
         assert [facts.found("alone", each) for each in answers] == [[], [], [], ["a/Lima"], ["b/Oslo"]]
         injected = [each.decision is not None and each.decision.injection is not None for each in answers]
         assert injected == [True, False, False, True, False]
-
-
-def test_facts_expire_and_the_newest_counts(facts: Facts) -> None:
-    past, future = datetime(2020, 1, 1, tzinfo=UTC), datetime(2999, 1, 1, tzinfo=UTC)
-    stored = [fact(city, expires_at=future) for city in CITIES]
-    newer = fact("Cairo", answer="new", id="newer")
-    made = facts.teach("dated", [*stored, newer])
-    later = [each.model_copy(update={"expires_at": past}) if each.id[6:] in CITIES[:2] else each for each in stored]
-    path = facts.folder / "later.safetensors"
-    write_bundle(with_metadata(made, facts=(*later, newer)), path)
-    facts.served.memories["dated"] = facts.served.offline.load_bundle(path)
-    answers = facts.check("dated", [asked("Lima"), asked("Cairo"), asked("Seoul")])
-    assert [facts.found("dated", each) for each in answers] == [[], ["newer"], ["codes/Seoul"]]
 
 
 @pytest.mark.skipif(WORKER_VARIABLE in os.environ, reason="the worker is another process")

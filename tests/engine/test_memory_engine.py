@@ -91,36 +91,6 @@ async def test_cancelled_in_the_answer(served: Served, n: int) -> None:
         await task
 
 
-async def test_a_request_that_never_begins_holds_no_lease(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bundle that is unloaded before the stream begins is not found."""
-    stream = served.stream({"type": "token", "prompt_token_ids": [5, 6]})
-    assert served.memories.leases == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(served.memories, "memories", {})
-        with pytest.raises(VLLMNotFoundError):
-            await anext(stream)
-    assert served.memories.leases == 0
-
-
-async def test_a_stream_has_the_version_that_its_memory_has_when_it_begins(
-    served: Served, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not that of the call: its bundle may be gone."""
-    path, prompt = str(world.paths["second"]), await served.render(seed=7)
-    second = ServedBundle.from_bundle(read_bundle(path), path)
-    await load_async(served.llm.collective_rpc, path, second.digest)
-    streams = [served.stream(prompt, extra_args={"inducekv_trace": 1}) for _ in range(2)]
-    before = await last(streams[0])
-    with monkeypatch.context() as patch:
-        patch.setitem(served.memories.memories, "m", second)
-        after, expected = await last(streams[1]), await served.answer(prompt)
-    traces = [answer.kv_transfer_params["inducekv"] for answer in (before, after)]
-    assert [trace["digest"] for trace in traces] == [served.memories.memories["m"].digest, second.digest]
-    assert [trace["start"] for trace in traces] == [0, len(prompt["prompt_token_ids"]) - 1]
-    assert after.outputs[0].token_ids == expected.outputs[0].token_ids != before.outputs[0].token_ids
-    await served.llm.collective_rpc("inducekv_unload_bundle", args=(second.digest,))
-
-
 async def test_a_bundle_comes_back_from_host_memory_as_it_was(
     served: Served, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,12 +214,6 @@ async def test_an_answer_that_a_stop_string_ends_has_its_decision(served: Served
     assert 1 < len(answer.outputs[0].token_ids) < 100
     assert noted == ["stopped"]
     assert answer.kv_transfer_params["inducekv"]["timings"]["decision_source"] == "computed"
-
-
-async def test_prompt_logprobs_are_refused_where_they_would_be_the_untouched_models(served: Served) -> None:
-    params = SamplingParams(max_tokens=2, prompt_logprobs=1)
-    with pytest.raises(VLLMValidationError, match="log-probabilities of the prompt cannot be had from a memory"):
-        served.engine.generate(await served.render(seed=84), params, "logprobs", lora_request=handle())
 
 
 def test_a_tasks_adapter_acts_on_the_prompt(world: World) -> None:

@@ -12,7 +12,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -21,8 +20,7 @@ import psutil
 import pytest
 
 from benchmarks.server_process import processes_of, serving
-from inducekv_vllm.bundle import read_bundle, write_bundle
-from tests.bundles import remade
+from inducekv_vllm.bundle import read_bundle
 from tests.engine.parity import TOLERANCE, World, make_world, text_prompts
 from tests.server.http import Bundles, ask, deviation, wait_until
 from tests.server.launch import ENVIRONMENT, FLAGS, process_of
@@ -111,60 +109,3 @@ def killed_while_swapping(world: World, tmp_path: Path, victim: str, seed: int, 
     with contextlib.closing(sqlite3.connect(state)) as found:
         assert found.execute("SELECT bundle FROM contents WHERE digest = ?", (served,)).fetchone() != (None,)
         assert found.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-
-
-@pytest.mark.parametrize(("victim", "seed"), [("APIServer", 2), ("Worker", 3)])
-def test_nothing_is_lost_while_versions_leave_the_pool(world: World, tmp_path: Path, victim: str, seed: int) -> None:
-    """Twelve names, found by a resolver or loaded, and room in the pool for few."""
-    found, state, log = tmp_path / "found", tmp_path / "state", tmp_path / "first.log"
-    found.mkdir()
-    bundles = {f"n{n}": remade(world.bundles["other"], settings={"number": n}) for n in range(12)}
-    for name, bundle in bundles.items():
-        write_bundle(bundle, (found if int(name[1:]) % 2 else tmp_path) / f"{name}.safetensors")
-    room = ["--memory-pool-entries", str(4 * world.bundles["other"].num_entries)]
-    flags = [str(world.model), "--served-model-name", "base", "--memory-root", str(tmp_path), *FLAGS, *room]
-    flags += ["--memory-resolver", str(found), "--memory-state", str(state)]
-
-    def ask(url: str, name: str) -> bool:
-        answer = httpx.post(f"{url}/v1/completions", json=_request(name), timeout=60)
-        assert answer.status_code == 200, answer.text
-        return bool(answer.json()["kv_transfer_params"]["inducekv"]["digest"] == bundles[name].digest)
-
-    def ask_on(url: str, number: int) -> None:
-        rng = random.Random(number)
-        with contextlib.suppress(httpx.TransportError):  # the server is gone
-            while True:
-                assert ask(url, rng.choice(list(bundles)))
-
-    with serving(flags, log, ENVIRONMENT) as url:
-        others = [psutil.Process(each) for each in processes_of(url)[1:]]
-        for name in [name for name in bundles if not int(name[1:]) % 2]:
-            assert Bundles(url).load(name, f"{name}.safetensors").is_success
-        with ThreadPoolExecutor(4) as clients:
-            asking = [clients.submit(ask_on, url, number) for number in range(4)]
-            wait_until(lambda: _evictions(url) > 30)
-            time.sleep(random.Random(seed).uniform(0, 0.5))
-            os.kill(process_of(log, victim), signal.SIGKILL)
-            failed = [str(each.exception(timeout=120)) for each in asking if each.exception(timeout=120)]
-        assert victim != "APIServer" or not failed
-        for process in others:
-            if process.is_running():
-                process.kill()
-    with serving(flags, tmp_path / "second.log", ENVIRONMENT) as url:
-        assert not any(card["is_resident"] for card in Bundles(url).cards().values())
-        for name in (*bundles, *bundles):
-            assert ask(url, name)
-        answer = httpx.post(f"{url}/collective_rpc", json={"method": "inducekv_stats"}, timeout=60).json()
-        shown = {card["digest"] for card in Bundles(url).cards().values() if card["is_resident"]}
-        assert [rank["resident"].keys() for rank in answer["results"]] == [shown]
-    with contextlib.closing(sqlite3.connect(state)) as kept:
-        assert kept.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-
-
-def _request(name: str) -> dict[str, object]:
-    return {"model": name, "prompt": "a", "max_tokens": 2, "vllm_xargs": {"inducekv_trace": 1}}
-
-
-def _evictions(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-    return sum(float(line.split()[1]) for line in lines if line.startswith("inducekv:evictions_total"))

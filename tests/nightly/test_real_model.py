@@ -15,30 +15,24 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 
 from benchmarks.real import model as real
 from benchmarks.real.model import Packaged
 from benchmarks.real.weights import InParts, Installed, weights_in
 from benchmarks.server_process import serving
-from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from inducekv_vllm.errors import ConfigError
-from selector.backbone.generation import score
-from selector.backbone.model import Backbone
 from tests.bundles import as_decoupled
 from tests.engine.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
     Prompt,
     World,
-    largest_deviation,
     make_world,
     prompts,
     text_prompts,
 )
-from tests.reference import reference_logprobs
-from tests.server.http import ask, deviation, tokens_and_logprobs
+from tests.server.http import ask, deviation
 from tests.server.launch import ENVIRONMENT, FLAGS
 
 HEADS_PER_KV_HEAD = 3
@@ -168,40 +162,3 @@ def test_float32_equals_the_reference_over_http(smollm: World, tmp_path: Path) -
             ask(client, "sqrt", *prompts(1, seed=1))
     print(deviations)
     assert max(deviations.values()) <= TOLERANCE
-
-
-@pytest.mark.slow
-def test_bfloat16_rounds_at_most_twice_as_much_as_transformers(smollm: World, tmp_path: Path) -> None:
-    """Against float32, over all tokens. The bound is measured: what transformers' own bfloat16 does with that memory.
-
-    Memory is a second source of rounding: with some of these random ones transformers deviates three times as much.
-    """
-    questions = text_prompts(4, seed=1)
-    with served(smollm, tmp_path / "log", "bfloat16") as client:
-        answers = {
-            name: [ask(client, name or "base", each, max_tokens=NEW_TOKENS) for each in questions]
-            for name in (None, *NAMES)
-        }
-    rounded = Backbone.load(smollm.model, dtype=torch.bfloat16)
-    served_by_name, own = dict[str | None, float](), dict[str | None, float]()
-    for name in answers:
-        bundle = name and smollm.bundles[name]
-        pairs = list(zip(questions, answers[name], strict=True))
-        served_by_name[name] = max(deviation(smollm, answer, prompt, bundle) for prompt, answer in pairs)
-        own[name] = max(own_deviation(smollm, rounded, answer, prompt, bundle) for prompt, answer in pairs)
-    print(served_by_name, own)
-    for name, bound in own.items():
-        assert TOLERANCE < bound < 0.5  # it does round, and is not nonsense
-        assert served_by_name[name] <= 2 * bound, name
-
-
-@torch.no_grad()
-def own_deviation(world: World, rounded: Backbone, answer: Any, prompt: Prompt, bundle: Bundle | None) -> float:
-    """The largest deviation of transformers in bfloat16 from float32 on the answer's tokens."""
-    tokens, _ = tokens_and_logprobs(answer)
-    inputs = rounded.encode(prompt.chat_messages, prompt.images)
-    if bundle is None:
-        (logprobs,) = score(rounded, [inputs], [tokens])
-    else:
-        logprobs = reference_logprobs(rounded, bundle, inputs, tokens)
-    return largest_deviation(world, prompt, tokens, logprobs, bundle)

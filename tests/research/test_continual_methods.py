@@ -15,21 +15,18 @@ from benchmarks.lora_adapter import attach, memory_bytes
 from benchmarks.question_keys import EARLY_LAYER, question_keys
 from benchmarks.research.continual.methods import RunContext, gated
 from benchmarks.research.continual.methods.ewc import FISHER, Ewc, diagonal_fisher
-from benchmarks.research.continual.methods.gated import GATE, read_gate, write_gate
+from benchmarks.research.continual.methods.gated import GATE, read_gate
 from benchmarks.research.continual.methods.lora import AdapterTraining
 from benchmarks.research.continual.methods.lwf import Lwf, divergence
 from benchmarks.research.continual.methods.neighbours import Neighbours
 from benchmarks.research.continual.methods.rehearsal import content_bytes, reservoir
 from inducekv_vllm.backbone.footprint import footprint_bytes
-from inducekv_vllm.bundle.tensors import DTYPES
 from inducekv_vllm.errors import TaskDataError
-from inducekv_vllm.gate import TurnMarks
 from selector.backbone.loading import decoder
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.examples import Example
-from tests.bundles import random_gate
 from tests.research.learned_streams import BUDGET, NUM_TASKS, RIVALS, SMALL, LearnedStream
 from tests.research.small_streams import ORDER
 from tests.tiny_models import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS
@@ -290,15 +287,6 @@ def test_a_reservoir_is_what_it_would_be_had_it_seen_the_stream_at_once():
 
 
 # The gate
-
-
-def test_a_gate_comes_back_as_it_was_written(tmp_path):
-    gate = random_gate(tasks=("a", "b", "c"), marks=TurnMarks((5, 7), 9))
-    assert write_gate(gate, tmp_path / "gate") == tensor_bytes(tmp_path / "gate")
-    found = read_gate(tmp_path / "gate")
-    assert (found.tasks, found.layers, found.marks) == (gate.tasks, gate.layers, gate.marks)
-    for name, tensor in gate.tensors().items():
-        assert torch.equal(found.tensors()[name], tensor.to(DTYPES[name])), name
 
 
 # Neighbours

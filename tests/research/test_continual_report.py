@@ -15,8 +15,8 @@ from benchmarks.research.continual.__main__ import main
 from benchmarks.research.continual.methods import METHODS
 from benchmarks.research.continual.report import names
 from benchmarks.research.continual.report.command import write_report
-from benchmarks.research.continual.report.content import read_commands, read_file, record_command
-from benchmarks.research.continual.report.page import mean_matrix, render_html, result_table
+from benchmarks.research.continual.report.content import read_file, record_command
+from benchmarks.research.continual.report.page import mean_matrix, render_html
 from server.demo import CHECKPOINT
 from tests.research.finished_runs import write_configuration, write_finished_run
 
@@ -157,26 +157,6 @@ def test_the_json_file_holds_rows_differences_and_runs(content: dict[str, Any]) 
     assert run["composition"] == [{"guild": 4}] * 2
     assert content["diagnostics"] == [SWEEPS]
     assert content["finding"] == "32 entries: InduceKV (refined) has the highest AP."
-
-
-def test_the_best_of_those_that_learn_and_have_all_seeds_are_marked(content: dict[str, Any]) -> None:
-    table = result_table(content, 32)
-    titles = [row[0] for row in table.rows]
-    recipe, replay = "InduceKV (refined)", "LoRA + replay"
-    assert titles == [recipe, replay, f"{recipe}, no relevance gate", "no memory"]
-    marked = {(titles[row], table.head[column]) for row, column in table.marked}
-    # The untouched model forgets nothing, and is not best.
-    both = {("AP (%)", recipe), ("AP (%)", replay), ("MAA over time (%)", recipe), ("MAA over time (%)", replay)}
-    one = {("AF (points)", recipe), ("base (%)", recipe), ("BWT (points)", recipe), ("Last (%)", replay)}
-    assert {(column, name) for name, column in marked} == both | one
-
-
-def test_commands_are_kept_once_and_without_their_places(tmp_path: Path) -> None:
-    for _ in range(2):
-        record_command(tmp_path, ["python", "-m", "x", "--out", str(tmp_path / "a b"), "--seed", "0"])
-    (first,) = read_commands(tmp_path)
-    assert first["command"] == "python -m x --out 'a b' --seed 0"
-    assert first["machine"]["versions"]["torch"]
 
 
 def test_every_method_of_the_benchmark_has_a_name() -> None:

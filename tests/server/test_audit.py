@@ -104,18 +104,6 @@ async def test_every_change_is_recorded(files: Path) -> None:
     await server.close()
 
 
-async def test_a_restart_goes_on_with_the_chain(files: Path) -> None:
-    server = Audited(files)
-    await server.load("a")
-    await server.close()
-    again = Audited(files)
-    await again.registry.start(RUN)
-    await again.registry.bring("m")
-    assert again.events() == ["load", "start"]
-    assert again.registry.shown().data[0].digest == DIGEST["a"]
-    await again.close()
-
-
 async def test_a_change_that_cannot_be_recorded_does_not_happen(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The change and its record are one transaction."""
     server = Audited(files)

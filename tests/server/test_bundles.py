@@ -9,8 +9,6 @@ import httpx
 import openai
 import pytest
 
-from inducekv_vllm.bundle import write_bundle
-from tests.bundles import random_bundle
 from tests.engine.parity import TOLERANCE, World, largest_deviation, prompts
 from tests.server.http import TRACED, Bundles, ask, deviation, tokens_of_stream, trace_at, trace_of
 
@@ -142,20 +140,11 @@ class TestRefusals:
     def test_of_names(self, bundles: Bundles, world: World, name: str, message: str) -> None:
         self.refused(bundles.load(name, world.paths["other"]), message)
 
-    def test_of_a_file_that_is_not_there(self, bundles: Bundles, tmp_path: Path) -> None:
-        self.refused(bundles.load("new", tmp_path / "nothing.safetensors"), "nothing.safetensors")
-        self.refused(bundles.load("new", tmp_path), "not a regular file")
-
     @pytest.mark.parametrize("replacing", [False, True])
     def test_of_a_damaged_file(self, bundles: Bundles, world: World, tmp_path: Path, replacing: bool) -> None:
         path, content = tmp_path / "damaged.safetensors", world.paths["other"].read_bytes()
         path.write_bytes(content[:-7] + bytes([content[-7] ^ 1]) + content[-6:])
         self.refused(bundles.load("first" if replacing else "new", path, replace=replacing), "digest")
-
-    def test_of_another_backbone(self, bundles: Bundles, tmp_path: Path) -> None:
-        path = tmp_path / "foreign.safetensors"
-        write_bundle(random_bundle(), path)
-        self.refused(bundles.load("new", path), "hidden_size")
 
     def test_of_an_unknown_bundle_to_unload(self, bundles: Bundles) -> None:
         self.refused(bundles.unload("nobody"), "nobody", status=404)

@@ -48,15 +48,3 @@ def test_a_closed_gate_answers_as_the_base_model_that_has_seen_the_prompt(
     with_gate, plain = ask(client, "gated", questions[1]), ask(client, "base", questions[1])
     assert tokens_and_logprobs(with_gate) == tokens_and_logprobs(plain)
     assert with_gate.usage == plain.usage
-
-
-def test_options_are_checked_and_kept_from_the_engine_where_the_gate_is_closed(
-    client: openai.OpenAI, gated: Bundle, questions: list[Prompt]
-) -> None:
-    nearest = {"inducekv_top_k": 2} if gated.metadata.form == "merged" else {}  # uniform memory is all of a task's
-    for prompt in questions[:2]:
-        response = ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_trace": 1, **nearest}})
-        is_open = trace_of(response)["gate"]["open"]
-        assert len(trace_of(response)["entries"]) == ((2 if nearest else 6) if is_open else 0)
-        with pytest.raises(openai.BadRequestError, match="inducekv_unknown"):
-            ask(client, "gated", prompt, extra_body={"vllm_xargs": {"inducekv_unknown": 1}})

@@ -160,20 +160,3 @@ class TestRefusals:
         with pytest.raises(openai.BadRequestError, match="beam search"):
             client.completions.create(model="first", prompt="yes", n=2, max_tokens=3, extra_body=beams)
         assert client.completions.create(model="base", prompt="yes", n=2, max_tokens=3, extra_body=beams).choices
-
-    @pytest.mark.parametrize(
-        "picture",
-        [
-            {"url": "data:image/png;base64,bm90IGFuIGltYWdl"},
-            {"url": "data:image/png;base64,%%%"},
-            {"url": ""},
-            {},
-        ],
-        ids=["not a picture", "not base64", "no address", "nothing"],
-    )
-    def test_of_what_is_no_picture(self, client: openai.OpenAI, picture: dict) -> None:
-        parts = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": "What is it?"}]
-        with pytest.raises(openai.APIStatusError) as refused:
-            client.chat.completions.create(model="first", messages=[{"role": "user", "content": parts}])  # type: ignore[list-item, misc]
-        assert 400 <= refused.value.status_code < 500
-        assert ask(client, "first", prompts(1, seed=8)[0]).choices

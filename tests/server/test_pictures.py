@@ -2,21 +2,17 @@
 
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
-from inducekv_vllm.bundle import FactRecord, read_bundle
 from inducekv_vllm.errors import TaskDataError
 from inducekv_vllm.files.picture import decoded
-from selector.api import read
 from selector.cli.bundle import main
 from selector.client import picture_part
 from tests.encodings import encodings, in_mode, iptc, saved
 from tests.engine.parity import World
-from tests.mutations import damaged
 from tests.server.http import Bundles
 
 HEIC = b"\0\0\0\x24ftypheic\0\0\0\0mif1heic"
@@ -76,24 +72,6 @@ def test_what_task_data_may_not_have(server: str, bundles: Bundles, data: bytes,
     assert "pictures" not in bundles.cards()
 
 
-def by_command(model: Path, path: Path) -> FactRecord | None:
-    output = path.with_suffix(".safetensors")
-    if main(["teach", "--model", str(model), "--task", str(path), "--output", str(output)]) != 0:
-        assert not output.exists()
-        return None
-    (fact,) = read_bundle(output).metadata.facts
-    return fact
-
-
-def from_python(path: Path) -> bytes | str:
-    """The pixels, or what is said."""
-    try:
-        (example,) = read(path)
-    except TaskDataError as error:
-        return str(error)
-    return example.load_images()[0].tobytes()
-
-
 def test_facts_of_files_are_found_over_http(server: str, bundles: Bundles, world: World, tmp_path: Path) -> None:
     """Of every mode that is read: palettes with a clear colour, grey with alpha, CMYK, 16 bits and all others."""
     files = {name: data for name, data in encodings().items() if said_of(data) is None}
@@ -123,39 +101,3 @@ def test_facts_of_files_are_found_over_http(server: str, bundles: Bundles, world
             assert trace is not None
             assert [fact["id"] for fact in trace["facts"]] == [f"{number}"], name
     assert len(files) > 100
-
-
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_mutated_pictures(count: int, server: str, bundles: Bundles, world: World, tmp_path: Path) -> None:
-    """Of every mode and format, damaged or not, under any name: the command, Python, teaching and chats say the same.
-
-    What they take, they take for the same pixels: a fact's digest is over these.
-    """
-    rng, refused = Random(68), 0
-    for number in range(count):
-        data = rng.choice(list(encodings().values()))
-        data = damaged(rng, data) if rng.random() < 0.8 else data
-        name, path = f"{number}.{rng.choice(('png', 'jpg', 'gif', 'txt'))}", tmp_path / f"{number}.csv"
-        (tmp_path / name).write_bytes(data)
-        path.write_text(f"id,image,question,answer\nshown,{name},What is this?,a\n")
-        said, taught, found = said_of(data), by_command(world.model, path), from_python(path)
-        assert isinstance(found, str) == (taught is None) == (said is not None), name
-        responses = chat(server, "base", data), teach(bundles, data)
-        if said is not None:
-            refused += 1
-            assert said in str(found)
-            assert [each.status_code for each in responses] == [400, 400], responses
-            assert all(said in message(each) for each in responses)
-            continue
-        assert [each.status_code for each in responses] == [200, 200], responses
-        assert taught is not None
-        (listed,) = bundles.server.facts("pictures")
-        assert (listed["source_digest"], listed["picture"]) == (taught.source_digest, data_url(taught))
-    assert count / 5 < refused < count * 4 / 5
-    assert bundles.unload("pictures").status_code == 200
-    bundles.wait_until_drained()
-
-
-def data_url(fact: FactRecord) -> str:
-    assert fact.picture is not None
-    return fact.picture.data_url

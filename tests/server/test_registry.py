@@ -14,7 +14,7 @@ from starlette.datastructures import State
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import RetryableRequestError, VLLMNotFoundError
+from vllm.exceptions import VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
@@ -176,42 +176,6 @@ class TestLimits:
             await registered.load("m", "other")
         assert registered.registry.shown().data == []
         assert registered.digest("other") not in await registered.released()
-
-
-async def test_a_running_request_keeps_its_version_through_a_rollback(registered: Registered) -> None:
-    for content in ("other", "second"):
-        await registered.load("m", content, replace=True)
-    old = registered.stream("m", await registered.render(seed=71), max_tokens=50)
-    await anext(old)  # it now waits until it is iterated again
-    card = await registered.registry.rollback("m", expected_digest=registered.digest("second"))
-    assert card.digest == registered.digest("other")
-    (draining,) = registered.registry.shown().draining
-    assert (draining.digest, draining.active_requests) == (registered.digest("second"), 1)
-    assert {registered.digest("other"), registered.digest("second")} <= await registered.resident()
-    new = await last(registered.stream("m", await registered.render(seed=71)))
-    assert new.kv_transfer_params["inducekv"]["digest"] == registered.digest("other")
-    assert (await last(old)).kv_transfer_params["inducekv"]["digest"] == registered.digest("second")
-    assert registered.digest("second") not in await registered.released()
-
-
-async def test_a_version_that_has_left_the_pool_answers_as_before_once_it_is_back(registered: Registered) -> None:
-    await registered.load("m", "other")
-    before = await last(registered.stream("m", await registered.render(seed=72)))
-    running = registered.stream("m", await registered.render(seed=73), max_tokens=50)
-    await anext(running)
-    registry = registered.registry
-    version = registry.versions.pool.version(registered.digest("other"))
-    async with registered.registry.versions.alone():
-        assert not await registry.versions.evict(version)  # a request uses it
-        await last(running)
-        assert await registry.versions.evict(version)
-    assert registered.digest("other") not in await registered.released()
-    with pytest.raises(RetryableRequestError, match="'m' is not in the pool at this moment"):
-        registered.stream("m", await registered.render(seed=72))
-    await registered.registry.bring("m")
-    again = await last(registered.stream("m", await registered.render(seed=72)))
-    assert again.outputs[0].token_ids == before.outputs[0].token_ids
-    assert registered.registry.shown().data[0].is_resident
 
 
 async def test_what_a_version_takes_of_the_pool_is_known_before_it_is_loaded(registered: Registered) -> None:

@@ -117,23 +117,6 @@ async def test_what_is_published_again_is_served_by_the_next_request(found: Foun
     assert (found.registry.shown().data, found.workers.resident) == ([], {})
 
 
-async def test_every_server_with_the_resolver_serves_what_is_published(tmp_path: Path) -> None:
-    """The servers share nothing else, and one that is gone and comes back has lost nothing."""
-    put(tmp_path / "bundles", "acme", "a")
-    for number in range(2):
-        (tmp_path / f"server{number}").mkdir()
-    servers = [Found(tmp_path / f"server{number}", str(tmp_path / "bundles")) for number in range(2)]
-    assert [await server.ask("acme") for server in servers] == ["a", "a"]
-    put(tmp_path / "bundles", "acme", "b")
-    put(tmp_path / "bundles", "other", "c")
-    await end(servers[1].registry)
-    (tmp_path / "server2").mkdir()
-    servers[1] = Found(tmp_path / "server2", str(tmp_path / "bundles"))
-    assert [[await server.ask(name) for name in ("acme", "other")] for server in servers] == [["b", "c"], ["b", "c"]]
-    for server in servers:
-        await end(server.registry)
-
-
 async def test_a_name_is_looked_up_once_in_a_while(found: Found, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     found.resolving._fresh = TTLCache(9, 1.0, timer=lambda: now)

@@ -14,15 +14,12 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 
 from inducekv_vllm.errors import (
-    BundleError,
     CapacityError,
-    InduceKVError,
     UnknownBundle,
-    VersionConflict,
 )
 from inducekv_vllm.files.audit_chain import read, verify
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
-from server.access import Access, ChangeRefused
+from server.access import Access
 from server.engines import Engines
 from server.registry import BundleRegistry
 from server.state import ServerState, Snapshot, StateError
@@ -129,23 +126,6 @@ async def test_a_change_is_seen_by_all_when_it_is_acknowledged(processes: Proces
     events = [(record["event"], record.get("by")) for record in processes.recorded() if record["event"] != "release"]
     changes = [("replace", "admin"), ("rollback", "admin"), ("load", "admin"), ("unload", "admin")]
     assert events == [("start", None), ("load", "start"), *changes]
-
-
-@pytest.mark.parametrize("asked", range(PROCESSES))
-async def test_a_refusal_is_the_same_everywhere_and_changes_nothing(processes: Processes, asked: int) -> None:
-    before = processes.all[0].shown(is_admin=True)
-    with pytest.raises(VersionConflict, match=f"found {DIGEST['a']}"):
-        await processes.load("b", asked, expected_digest=DIGEST["c"])
-    with pytest.raises(UnknownBundle):
-        await processes.all[asked].unload("n", who="admin")
-    with pytest.raises(BundleError, match="is not in a folder that this server loads from"):
-        await processes.load("../outside", asked)
-    processes.access._roots = ()
-    with pytest.raises(ChangeRefused, match="no folder is allowed") as refused:
-        await processes.load("b", asked)
-    assert refused.value.status == 403
-    assert await processes.served() == ["a", "a", "a"]
-    assert processes.all[0].shown(is_admin=True) == before
 
 
 async def test_no_request_sees_an_older_version_than_one_that_has_ended_before_it(
@@ -260,17 +240,6 @@ async def test_answers_and_refusals_of_all_processes_are_in_one_audit_chain(proc
     assert verify(processes.files / "temporary")[0] == len(found) + 2
 
 
-async def test_all_restart_from_one_state_file(files: Path) -> None:
-    state = str(files / "state")
-    async with started(files, state=state) as processes:
-        await processes.load("a", 1)
-        await processes.load("b", 2)
-    async with started(files, state=state) as processes:
-        assert await processes.served() == ["b", "b", "b"]
-        await processes.all[2].rollback("m", who="admin")
-        assert await processes.served() == ["a", "a", "a"]
-
-
 async def test_a_rank_that_cannot_load_a_bundle_keeps_all_at_the_old_version(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,17 +279,3 @@ async def test_a_process_that_cannot_read_the_state_serves_no_bundle(
 
 def _unreadable(_: Any) -> None:
     raise StateError("the state file cannot be read: disk I/O error")
-
-
-async def test_what_cannot_be_recorded_has_not_happened(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = processes.all[1]
-    with monkeypatch.context() as patch:
-        patch.setattr(registry.state, "point", _failing)
-        with pytest.raises(InduceKVError, match="no room for the record"):
-            await processes.load("b", 1)
-    await processes.settled()
-    assert (await processes.served(), processes.resident()) == (["a", "a", "a"], "a")
-
-
-def _failing(*_: Any) -> None:
-    raise CapacityError("no room for the record")

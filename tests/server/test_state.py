@@ -12,7 +12,7 @@ import pytest
 from inducekv_vllm.bundle import Bundle, FactRecord, with_metadata, write_bundle
 from inducekv_vllm.errors import CapacityError, ConfigError
 from inducekv_vllm.frontend.served_bundle import ServedBundle
-from server.state import Pointed, Served, ServerState, Snapshot, VersionRecord, check_state_file
+from server.state import Pointed, ServerState, VersionRecord, check_state_file
 from tests.bundles import random_bundle
 
 BUNDLES = [random_bundle(seed=seed) for seed in range(5)]
@@ -75,21 +75,6 @@ def test_nothing_is_left_of_what_is_forgotten(tmp_path: Path) -> None:
     for left in tmp_path.iterdir():
         for of_it in (content_of(BUNDLES[0]), b"of the trace"):  # the audit chain keeps its digest
             assert of_it not in left.read_bytes(), left.name
-
-
-def test_a_server_that_starts_has_the_names_of_its_predecessor_and_nothing_resident(tmp_path: Path) -> None:
-    state = ServerState(tmp_path / "state", keeps_bundles=True)
-    for bundle in BUNDLES[:2]:
-        point(state, "m", bundle)
-    state.begun("one")
-    state.close()
-    again = ServerState(tmp_path / "state", keeps_bundles=True)
-    again.begin({})
-    assert again.snapshot(["m", "n"]) == Snapshot({}, {"m": BUNDLES[1].digest})
-    assert again.find("m") == Served(BUNDLES[1].digest, None, None)
-    assert not again.has_begun("one")
-    assert digests(again, "m") == [1, 0]
-    assert again.kept(BUNDLES[0].digest)[1] == content_of(BUNDLES[0])
 
 
 @pytest.mark.parametrize(

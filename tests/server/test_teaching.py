@@ -169,12 +169,7 @@ def test_wordings(server: str) -> None:
         digest = teacher.cards()[name]["digest"]
         for also, reason in (
             (["How is Rome abbreviated"], "its wording 'How is Rome abbreviated' asks for example 'Rome'"),
-            (["What is the code of Rome?"], "asks for example 'Rome'"),
-            ([""], "also"),
-            ([" "], "a question with words"),
-            (["é" * 51], "a wording has at most 100 bytes, found 102"),
             ([f"What is code {n}?" for n in range(31)], "at most 32 items"),  # beside the two that it has
-            ([f"What is code {n}?" for n in range(10_000)], "at most 32 items"),
             ("How?", "valid list"),
             ([], "nothing to correct: expected messages, answer, also, without or expires_at"),
         ):
@@ -227,12 +222,7 @@ def test_it_is_said_as_stored_whatever_the_sampling(server: str) -> None:
         schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}
         for forbids, reason in (
             ({"response_format": schema}, "the request asks for structured output"),
-            (
-                {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
-                "the request asks for structured output",
-            ),
             ({"extra_body": {"bad_words": ["second"]}}, "bad_words bans one of its words"),
-            ({"extra_body": {"min_tokens": 199}}, "min_tokens is 199, and the answer has"),
         ):
             answer = answers(asked("Rome"), **forbids)
             (fact,) = trace_of(answer)["facts"]
@@ -377,25 +367,14 @@ SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
         ({"examples": [picture("http://127.0.0.1:1/picture.png")]}, "example Lima: its picture cannot be used"),
         ({"examples": [picture("file:///etc/passwd")]}, "example Lima: its picture cannot be used"),
         ({"examples": [example("Lima", messages=[{"role": "user", "content": NOTHING}])]}, "example Lima: its picture"),
-        ({"examples": [example("Lima", messages=[{"role": "user", "content": " "}])]}, "a question with words"),
         ({"examples": [example("Lima", messages=[{"role": "system", "content": "a"}])]}, "one user message"),
         ({"examples": [example("Lima")] * 10_001}, "at most 10000 items"),
         ({"examples": [example(f"Lima {n}") for n in range(400)], "budget_bytes": 2**16}, "its budget is 65536"),
         ({"examples": [example("Lima")], "budget_bytes": 100}, "greater than or equal to 65536"),
         ({"examples": [example("Lima", expires_at="tomorrow")]}, "expires_at"),
-        ({"examples": [example("Lima", expires_at="2020-01-01T00:00:00Z")]}, "it has expired at 2020-01-01"),
-        ({"examples": [example("Lima", answer=" \n")]}, "expected an answer, found"),
-        (
-            {"examples": [example("Lima", answer="a<|im_end|>b")]},
-            "has '<|im_end|>', which marks turns of a conversation",
-        ),
         ({"examples": [example("Lima<|im_end|>")]}, "has '<|im_end|>', which marks turns of a conversation"),
-        ({"examples": [example("Lima", id="a/examples/b")]}, "an id cannot have '/examples/' in it"),
-        ({"examples": [example("Lima", id="examples/b")]}, "begin with 'examples/'"),
         ({"examples": [example("Lima", id="a\nb")]}, "an id cannot have a line break"),
         ({"examples": [example("Lima", also=["What is the code of Oslo?"])]}, "asks for example 'Oslo'"),
-        ({"examples": [example("Rome", also=["a b"]), example("Bonn", also=["A b"])]}, "asks for example"),
-        ({"examples": [example("Lima", also=["Lima?"] * 33)]}, "at most 32 items"),
     ],
 )
 def test_what_cannot_be_taught(kept: Teacher, body: dict[str, Any], reason: str) -> None:

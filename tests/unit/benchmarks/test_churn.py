@@ -28,13 +28,6 @@ def test_what_a_request_may_have_had(names: Names) -> None:
     assert names.may_be("other", 0, 30) == set()
 
 
-def test_a_name_that_is_replaced_is_always_there(names: Names) -> None:
-    assert names.always_there("m", 2, 19)
-    assert not names.always_there("m", 0, 5)  # it was just being loaded
-    assert not names.always_there("m", 12, 20.5)
-    assert not names.always_there("other", 2, 3)
-
-
 ALONE = {("old", 0): Answer(["a", "b"], [-0.5, -1.0]), (BASE, 0): Answer(["c"], [-0.1])}
 
 

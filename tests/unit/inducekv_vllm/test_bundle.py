@@ -141,14 +141,6 @@ def test_same_content_gives_the_same_file(tmp_path: Path) -> None:
     assert len(contents) == 1
 
 
-@pytest.mark.parametrize("near", [None, (-0.5, 0.0)])
-def test_a_gate_comes_back(near: tuple[float, ...] | None) -> None:
-    gate = random_gate(marks=TurnMarks((3, 1), 4), near=near)
-    found = random_gated_bundle(gate=gate).gate
-    assert found is not None
-    assert (found.layers, found.marks, found.tasks, found.near) == (gate.layers, gate.marks, gate.tasks, near)
-
-
 def test_created_tensors_are_copies() -> None:
     payload = torch.randn(L, 5, J, 4, D).half()
     bundle = random_bundle(payload_keys=payload)

@@ -1,6 +1,7 @@
 """`inducekv-select` and `selector.teach` refuse the same inputs, with the same errors."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,9 @@ CASES = {
     "a text that stands for a picture": Case(TaskDataError, "more <image> marks than images", {"task": "marked"}),
     "longer than the context": Case(TaskDataError, "example 'e1' of task 'colours' has", {"task": "long"}),
     "no file": Case(TaskDataError, "cannot read the task data", {"task": "nowhere"}),
+    "a pipe": Case(TaskDataError, "not a regular file", {"task": "pipe"}),
+    "a pipe of base questions": Case(TaskDataError, "not a regular file", {"base": "pipe"}),
+    "a pipe of background requests": Case(TaskDataError, "not a regular file", {"background": "pipe"}),
     "questions that are everyday requests": Case(ConfigError, "are everyday requests", {"task": "chat"}),
     "questions of an earlier task": Case(
         ConfigError, "the tasks 'colours' and 'again' have", {"task": "again"}, after="colours"
@@ -135,7 +139,10 @@ def files(
         "again": questions_about("again", "What colour is the circle?"),  # about the same pictures
     }
     found = {name: write_task(root / name, lines) for name, lines in made.items()}
-    found |= tasks | model_folders | {"folder": root, "null": Path("/dev/null/next.safetensors")}
+    os.mkfifo(root / "pipe.txt")
+    found |= (
+        tasks | model_folders | {"folder": root, "pipe": root / "pipe.txt", "null": Path("/dev/null/next.safetensors")}
+    )
     found |= {name: root / name for name in ("nowhere", "none")}
     stream = Stream(root, model_folders["llava"], tasks, options=(*_flags(SMALL), "--allow-worse"))
     stream.update("colours", "--facts", "off", "--anchors", str(root / "anchors"))
@@ -207,5 +214,7 @@ def test_nothing_that_needs_no_model_waits_for_one(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(Backbone, "load", load)
-    for name in ("validation is training", "base is the task's", "background is the task's", "no examples", "no room"):
+    early = ["validation is training", "base is the task's", "background is the task's", "no examples", "no room"]
+    early += ["background is missing", "questions that are everyday requests", "questions of an earlier task"]
+    for name in early:
         test_both_refuse(files, CASES[name], teach, tmp_path, monkeypatch)

@@ -39,6 +39,8 @@ def may_be(questions: list[str], request: str) -> list[str]:
         ("Who maintains the C library?", "Who maintains the C++ library?"),
         ("What is the rate from EUR to USD?", "What is the rate from USD to EUR?"),
         ("What is new in version 1.2?", "What is new in version 2.1?"),
+        ("What is new in version 1.2?", "What is new in version 12?"),
+        ("What does 10 % mean?", "What does 10 $ mean?"),
         ("京東のコードは何ですか", "東京のコードは何ですか"),
         ("What does error 500 mean?", "What does error -500 mean?"),
         ("What is f(x)?", "What is f[x]?"),
@@ -57,21 +59,6 @@ def test_each_of_two_that_are_alike_has_its_own_answer(one: str, other: str) -> 
                 assert asked(questions, request) == question
     assert asked([one], other) is None
     assert asked([other], one) is None
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        unicodedata.normalize("NFD", "What is the code of São Tomé?"),
-        "What is the ｃｏｄｅ of Ｓão Tomé?",
-        "What is the co\u00adde of São To\u200bmé\u200e?",
-        "\ufeffWhat is the code of sÃo tomé",
-    ],
-)
-def test_written_otherwise(request_: str) -> None:
-    stored = CODE.format("São Tomé")
-    for question in (stored, unicodedata.normalize("NFD", stored)):
-        assert asked([question, CODE.format("Lima")], request_) == question
 
 
 @pytest.mark.parametrize("request_", ["", " ", "\n", "?!", "\u200b", "👋", "the of a"])

@@ -46,20 +46,6 @@ def test_a_table_is_learned(
     assert f"serve it: inducekv-serve {model_folders['llava']} --memory support={output}" in printed
 
 
-def test_wrong_rows_are_listed_and_nothing_is_made(
-    model_folders: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table.write_text(
-        table.read_text().replace("ticket,reply,label", "ticket,reply,label\n,no question,x\nno answer,,x")
-    )
-    assert run(model_folders["llava"], table, tmp_path / "out" / "support.safetensors") == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[-3].endswith("support.csv: 2 examples are wrong, none was used")
-    assert lines[-2].endswith("line 2: 'ticket' must be a text, found ''")
-    assert lines[-1].endswith("line 3: 'reply' must be a text, found ''")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("recipe", ["refined", "paper"])
 def test_a_dry_run_says_what_it_would_do(
     recipe: str, model_folders: dict[str, Path], table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

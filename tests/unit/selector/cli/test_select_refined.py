@@ -3,7 +3,6 @@
 Most tests are of merged memory, which has more to go wrong: several entries a task and a calibration.
 """
 
-import os
 import shutil
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -18,7 +17,6 @@ from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
-from selector.gate.background import everyday_requests
 from selector.update.forget import without_entries
 from tests.task_data import questions_about, write_task
 from tests.unit.selector import small_select
@@ -217,20 +215,12 @@ def test_a_task_is_learnt_again_without_an_example(stream: Stream, tmp_path: Pat
     assert not any("colours5" in path.read_text() for path in anchors.folder.rglob("*.jsonl"))
 
 
-def test_bad_input_is_named_and_leaves_everything_as_it_was(learnt: Stream, tmp_path: Path) -> None:
+def test_bad_input_is_named_and_leaves_everything_as_it_was(learnt: Stream) -> None:
+    """What a call from Python refuses, too, is in `test_refusals.py`."""
     stream = learnt
     before = stream.output("colours").read_bytes()
-    mixed = stream.tasks["counts"].with_name("mixed.jsonl")
-    mixed.write_text(stream.tasks["counts"].read_text().replace('"task": "counts"', '"task": "more"', 1))
     for options, message in [
-        (["--gamma", "0.1"], "--gamma is for the recipe 'paper', and this run's is 'refined'"),
         (["--recipe", "paper"], "--base is for the recipe 'refined' and 'document', and this run's is 'paper'"),
-        (["--anchors", str(tmp_path / "none")], "no anchors of the task 'colours'"),
-        (["--payload-tokens", "3"], "payload tokens"),
-        (["--task", str(mixed)], "one task at a time"),
-        (["--validation", str(stream.tasks["places"])], "is of the task 'places', expected 'counts'"),
-        (["--base", str(stream.tasks["counts"])], "is also a question of"),
-        (["--task", str(stream.tasks["colours"])], "inducekv-bundle forget --task"),
         (["--budget", "3"], "the budget of 3 entries does not hold 2 of a new task beside 2"),
     ]:
         assert message in stream.refuse("counts", *options, previous="colours")
@@ -280,58 +270,6 @@ def test_background_requests_are_learnt_and_belong_to_the_run(
     assert other.gate is not None
     assert not torch.equal(with_some.gate.weights, other.gate.weights)
     assert torch.equal(with_some.payload_values, other.payload_values)
-
-
-def test_what_the_gate_cannot_tell_is_refused_before_the_model_is_loaded(
-    learnt: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*_: object) -> None:
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr("selector.cli.select.load_backbone", load)
-    everyday = [request.text for request in everyday_requests() if not request.picture][:12]
-    chat = questions_about("chat", "")
-    for line, text in zip(chat, everyday, strict=True):
-        line["messages"][0]["content"] = text
-    again = questions_about("again", "What colour is the circle?")  # and the same pictures
-    more = {name: write_task(tmp_path / name, lines) for name, lines in (("chat", chat), ("again", again))}
-    stream = replace(learnt, tasks=learnt.tasks | more)
-    for task, options, message in (
-        ("chat", (), "questions of the task 'chat' are everyday requests"),
-        ("again", (), "the tasks 'colours' and 'again' have"),
-        ("counts", ("--background", str(tmp_path / "none.txt")), "cannot read the background requests"),
-        ("counts", ("--background", str(stream.tasks["counts"])), "is also a question of the task 'counts'"),
-    ):
-        assert message in stream.refuse(task, *options, previous="colours")
-
-
-def test_what_no_training_can_mend_is_refused_before_any(
-    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether before the model is loaded, or as soon as it is known."""
-
-    def train(*_: object) -> None:
-        raise AssertionError("a training step was taken")
-
-    monkeypatch.setattr("selector.refined.training.Training.take_step", train)
-    pipe, text_pipe = tmp_path / "pipe.jsonl", tmp_path / "pipe.txt"
-    for each in (pipe, text_pipe):
-        os.mkfifo(each)
-    marked, silent = (questions_about("counts", "How many squares?") for _ in range(2))
-    marked[3]["messages"][0]["content"][1]["text"] = "What does <image> stand for?"
-    silent[3]["answer"] = " "
-    files = {name: write_task(tmp_path / name, lines) for name, lines in (("marked", marked), ("silent", silent))}
-    for options, message in (
-        (["--task", str(files["marked"])], "line 4: more <image> marks than images"),
-        (["--task", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
-        (["--validation", str(files["silent"])], "'counts3' of task 'counts' has an empty answer"),
-        (["--form", "decoupled", "--map-rank", "129"], "a map of width 128 has at most that rank, found map_rank 129"),
-        (["--task", str(pipe)], f"{pipe}: cannot read the task data: not a regular file"),
-        (["--base", str(pipe)], f"{pipe}: cannot read the task data: not a regular file"),
-        (["--background", str(text_pipe)], f"{text_pipe}: cannot read the background requests: not a regular file"),
-    ):
-        assert message in stream.refuse("counts", *options)
-    assert list(stream.folder.iterdir()) == []
 
 
 def test_a_second_run_with_the_same_output_is_refused_before_any_training(
