@@ -115,7 +115,7 @@ test-families: setup-dev
 # 10,000 mutated bundles and 2,000 mutated task files.
 test-mutations: export OMP_NUM_THREADS := 1
 test-mutations: setup-dev
-	$(BIN)/python -m pytest -m slow tests/unit/mutation tests/server/test_mutated_tables.py tests/server/test_pictures.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests/unit/mutation $(PYTEST_ARGS)
 
 # The Python code of a vLLM that has no wheel for CPUs yet, over the compiled parts of the installed one: 336 MB to download.
 vllm-next: $(NEXT)

@@ -142,39 +142,6 @@ def withheld(answer: MemoryAnswer) -> str | None:
     return answer.decision.fact.withheld
 
 
-def test_what_a_request_bans_is_not_said(facts: Facts) -> None:
-    """Then the model answers alone, and the decision says why."""
-    facts.teach("banned", [fact(city) for city in CITIES])
-    token = facts.reader.answer("olsO 4")[0]
-    for why, changes in (
-        ("logit_bias bans one of its tokens", {"logit_bias": {token: -100}}),
-        ("one of its tokens is not in allowed_token_ids", {"allowed_token_ids": [token + 1, token + 2]}),
-        ("bad_words bans one of its words", {"bad_words": ["olsO"]}),
-    ):
-        (answer,) = facts.served.chat([asked("Oslo")], ["banned"], greedy(**changes))
-        assert withheld(answer) == why
-        assert token not in answer.output.outputs[0].token_ids[:1]
-    (answer,) = facts.served.chat([asked("Oslo")], ["banned"], greedy(ignore_eos=False, logit_bias={token: -5}))
-    assert (withheld(answer), answer.output.outputs[0].text) == (None, "olsO 4")
-
-
-def test_an_answer_that_the_request_begins(facts: Facts) -> None:
-    """It is not said again, and one that begins otherwise is left to the model."""
-    facts.teach("begun", [fact(city) for city in CITIES])
-    memory = facts.served.memories["begun"]
-    for begun, why, text in (("olsO", None, " 4"), ("It is", "the request begins the answer in another way", None)):
-        turns = [*asked("Oslo").messages, {"role": "assistant", "content": begun}]
-        (answer,) = facts.served.offline.chat(
-            [turns],
-            greedy(ignore_eos=False),
-            memory=memory,
-            add_generation_prompt=False,
-            continue_final_message=True,
-        )
-        assert withheld(answer) == why
-        assert text is None or answer.output.outputs[0].text == text
-
-
 def test_behind_a_gate(facts: Facts) -> None:
     """Facts of the gate's task count where it opens for it, and where it is closed but not by much.
 

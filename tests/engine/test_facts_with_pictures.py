@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,12 +133,3 @@ def test_behind_a_gate(facts: Facts) -> None:
         bundle = gated(world, questions, tasks, last_layer, (-0.4, -0.4), **changes)
         facts.teach("gated", stored(known, "a"), bundle)
         assert found(facts, "gated", questions) == [["a/0"], ["a/1"], [], []]
-
-
-@pytest.mark.slow
-def test_two_ranks(world: World, tmp_path: Path) -> None:
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with engine(world.model, environment=environment, tensor_parallel_size=2, **OPTIONS) as llm:
-        facts = Facts(MemoryEngine(world, llm), tmp_path)
-        test_pictures_tell_facts_apart(facts)
-        test_behind_a_gate(facts)

@@ -33,7 +33,6 @@ from tests.engine.parity import (
 from tests.reference import reference_logprobs
 from tests.tiny_families import FAMILIES
 
-BLOCK = 32
 Pair = tuple[str, str]  # a request's own memory, and the shared one
 
 
@@ -137,28 +136,6 @@ def test_each_gate_decides_by_itself(served: MemoryEngine, gated: list[Prompt]) 
         assert tasks_of(answers[:16]) == list(itertools.product(("a", None), ("b", None))) * 4
         assert tasks_of(check(served, gated[:4], ["own", "shared"] * 2)) == [("a",), (None,), (None,), (None,)]
     assert served.counted("num_preemptions") > before
-
-
-def test_tenants_share_the_blocks_of_what_they_share_and_no_others(served: MemoryEngine) -> None:
-    question = Prompt(None, "Tell me what the manual says about this, word by word, please: " * 2)
-    whole = 0
-
-    def cached(*names: str) -> int:
-        (answer,) = check(served, [question], [names])  # type: ignore[list-item]
-        nonlocal whole
-        whole = (len(answer.output.prompt_token_ids or ()) - 1) // BLOCK * BLOCK
-        return answer.output.num_cached_tokens or 0
-
-    assert cached("acme") == 0
-    assert cached("acme", "manual") == 0  # not the untouched blocks
-    assert whole >= 2 * BLOCK
-    assert cached("bolt", "manual") == whole
-    assert cached("manual") == whole
-    assert cached("early", "manual") == 0
-    assert cached("early", "manual") == whole
-    assert cached("manual", "early") == 0
-    assert cached("acme", "early") == 0  # the shared one alone acts on the prompt
-    assert cached("bolt", "early") == cached("early") == whole
 
 
 def test_both_join_the_pass_that_decides(served: MemoryEngine, tmp_path: Path) -> None:

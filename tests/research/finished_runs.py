@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.machine import describe_machine
 from benchmarks.research.continual.diagnostics.__main__ import main
 from benchmarks.research.continual.methods import Artifact
@@ -121,9 +119,3 @@ def diagnose(diagnostic: str, out: Path, *arguments: object) -> dict[str, Any]:
     measured = json.loads((out / "diagnostics" / f"{diagnostic}.json").read_bytes())
     assert measured["machine"] == describe_machine()
     return measured
-
-
-def refusal(capsys: pytest.CaptureFixture[str], diagnostic: str, out: Path, *arguments: object) -> str:
-    """What the command prints when it ends with status 2."""
-    assert main([diagnostic, "--out", str(out), *map(str, arguments)]) == 2
-    return capsys.readouterr().err

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.research.continual.comparison import Streams, compare, gaps, in_errors, metric, paired
 from benchmarks.research.continual.report.content import differences, finding, ranking, rivals
-from inducekv_vllm.errors import ConfigError
 from tests.research.finished_runs import matrix_of
 
 TASKS = ("guild", "digit")
@@ -91,15 +90,6 @@ def test_the_untouched_model_stands_in_for_every_budget_and_others_do_not():
     assert difference is not None
     assert difference.value == pytest.approx(0.1)
     assert streams.difference("lora", "gated_lora_replay", 64, AP) is None
-
-
-def test_streams_that_do_not_belong_together_are_refused():
-    with pytest.raises(ConfigError, match=r"lora, budget 32 was run with different settings: .*5.* seed 0, .*6"):
-        Streams([stream("lora", seed, [0, 0], settings={"steps": 5 + seed}) for seed in (0, 1)])
-    with pytest.raises(ConfigError, match="lora, budget 32, seed 1 has another order of tasks"):
-        Streams([stream("lora", 0, [0, 0]), {**stream("lora", 1, [0, 0]), "order": ["digit", "guild"]}])
-    with pytest.raises(ConfigError, match="lora, budget 32, seed 0 occurs twice"):
-        Streams([stream("lora", 0, [0, 0]), stream("lora", 0, [0, 0])])
 
 
 def test_what_is_missing_is_named():

@@ -1,7 +1,6 @@
 """The diagnostics of finished runs: each reads what it says, and measures what is computed by hand."""
 
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from inducekv_vllm.errors import ConfigError, TaskDataError
 from selector.backbone.model import Backbone
 from tests.bundles import d, random_bundle, random_gate
 from tests.research.extracted import extracted_bundle
-from tests.research.finished_runs import diagnose, refusal, write_configuration, write_finished_run, write_run
+from tests.research.finished_runs import diagnose, write_configuration, write_finished_run, write_run
 
 MEMORY = [{"a": [True, True], "base": [True]}, {"a": [True, False], "b": [True, True], "base": [False]}]
 PLAIN = [{"a": [False, False], "base": [True]}, {"a": [False, True], "b": [False, False], "base": [True]}]
@@ -60,19 +59,6 @@ def test_predictions_are_paired_with_the_untouched_model_whatever_its_seed(run):
     path.write_text(path.read_text().replace('"base", "id": "0"', '"base", "id": "9"'))
     with pytest.raises(TaskDataError, match="predictions of different questions"):
         finished.paired(finished.runs("refined")[0])
-
-
-def test_the_suite_is_the_one_that_was_asked_about_and_no_other(demo_suite, tmp_path):
-    source, suite = demo_suite(2, 1, 1, "guild", "field")
-    data = tmp_path / "data"
-    shutil.copytree(source, data)
-    write_configuration(tmp_path, suite=suite)
-    assert Finished.read(tmp_path, data=source).suite == suite
-    assert Finished.read(tmp_path).suite.digest() == suite.digest()
-    lines = (data / "guild" / "train.jsonl").read_text().splitlines()
-    (data / "guild" / "train.jsonl").write_text(lines[0] + "\n")
-    with pytest.raises(ConfigError, match="not the data of the run"):
-        _ = Finished.read(tmp_path).suite
 
 
 # Attention on the memory
@@ -128,20 +114,6 @@ def test_order_gives_mean_and_deviation_of_all_runs_and_stars_the_suites_own(ord
     assert moved["between_orders"] == pytest.approx(0.4 / math.sqrt(2), rel=1e-5)  # of 0.2 and 0.6
     assert moved["within_orders"] == pytest.approx(math.sqrt((0 + 0.02) / 2), rel=1e-5)
     assert (moved["default"], steady["standard_deviation"]) == (pytest.approx(0.6), 0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"order": ["guild", "field"]}, "each with another order"),
-        ({"order": ["field", "beside"]}, "not orders of the same tasks"),
-        ({"test_limit": 7}, "differ in test_limit, not in order alone: 256 and 7"),
-        ({"data": "other"}, "differ in data, not in order alone"),
-    ],
-)
-def test_folders_that_differ_otherwise_are_no_orders(orders, changed, message, capsys):
-    write_configuration(orders[1], **{"order": FIELD_FIRST, **changed})
-    assert message in refusal(capsys, "order", orders[0], "--also", orders[1])
 
 
 @pytest.fixture

@@ -311,10 +311,3 @@ def test_early_keys_are_of_the_question_and_of_the_first_layers(model, suite):
             weight.mul_(2)
         assert torch.equal(question_keys(backbone, examples, "early"), keys["early"])
         assert not torch.allclose(question_keys(backbone, examples, "paper"), keys["paper"])
-
-
-def test_neighbours_keep_the_kind_of_their_keys(tmp_path):
-    stored = Neighbours.none(2, k=3, key="early").after(torch.eye(2), ["a", "b"])
-    stored.write(tmp_path / "keys.safetensors")
-    found = Neighbours.read(tmp_path / "keys.safetensors")
-    assert (found.k, found.key, found.answers, found.keys.tolist()) == (3, "early", ("a", "b"), stored.keys.tolist())

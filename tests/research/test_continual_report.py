@@ -8,15 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.research.continual.__main__ import main
-from benchmarks.research.continual.methods import METHODS
 from benchmarks.research.continual.report import names
 from benchmarks.research.continual.report.command import write_report
 from benchmarks.research.continual.report.content import read_file, record_command
-from benchmarks.research.continual.report.page import mean_matrix, render_html
+from benchmarks.research.continual.report.page import render_html
 from server.demo import CHECKPOINT
 from tests.research.finished_runs import write_configuration, write_finished_run
 
@@ -157,14 +155,3 @@ def test_the_json_file_holds_rows_differences_and_runs(content: dict[str, Any]) 
     assert run["composition"] == [{"guild": 4}] * 2
     assert content["diagnostics"] == [SWEEPS]
     assert content["finding"] == "32 entries: InduceKV (refined) has the highest AP."
-
-
-def test_every_method_of_the_benchmark_has_a_name() -> None:
-    known = [*names.TITLES, *names.ABLATIONS]
-    assert [name for name in METHODS if name not in known] == []
-    assert [against for _, against in names.ABLATIONS.values() if against not in known] == []
-
-
-def test_the_mean_matrix_leaves_what_is_not_learned_open() -> None:
-    found = mean_matrix([[[0.6], [0.2, 0.4]], [[0.8], [0.4, 0.6]]])
-    assert np.allclose(found, [[0.7, np.nan], [0.3, 0.5]], equal_nan=True)

@@ -80,25 +80,6 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
     assert "steps: 2 there, 3 here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--order", "guild", "nonesuch"), "has no task 'nonesuch'"),
-        (("--test-limit", "0"), "at least one example and one question"),
-        (("--method", "nonesuch"), "there is no method 'nonesuch'"),
-        (("--set", "nonesuch=1"), "has the setting 'nonesuch=1'"),
-        (("--jobs", "0"), "jobs and threads must be positive"),
-        (("--preset", "nonesuch"), "nonesuch: cannot read the preset"),
-        (("--serve-args", "--dtype", "float32"), "--serve-args are for a run's own servers"),
-        (("--suite", "real-text", "--model", str(CHECKPOINT)), '--model "$(python -m benchmarks.real.model)"'),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message, data, tmp_path, capsys):
-    assert main(command(data, tmp_path / "out", *arguments)) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(finished, data, tmp_path):
     """SIGKILL to the command, while two processes of it run streams: they end too, and nothing is lost or repeated."""

@@ -96,20 +96,6 @@ class TestMetrics:
         assert after.of("observed") == set()
         assert grown(after, "pool_used_bytes") == 0
 
-    def test_a_name_that_goes_while_requests_run_leaves_no_series(
-        self, server: str, client: openai.OpenAI, bundles: Bundles, world: World, questions: list[Prompt]
-    ) -> None:
-        assert bundles.load("observed", world.paths["other"]).status_code == 200
-        streams = [ask(client, "observed", prompt, stream=True, max_tokens=150) for prompt in questions[:2]]
-        assert bundles.unload("observed").status_code == 200
-        assert Metrics(server).of("observed") == set()
-        for stream in streams:
-            assert list(stream)
-        bundles.wait_until_drained()
-        ended = Metrics(server)
-        assert ended.of("observed") == set()
-        assert (ended("draining_versions"), ended("draining_requests")) == (0, 0)
-
 
 def test_a_bundle_is_shown_by_name(server: str, bundles: Bundles) -> None:
     url = f"{server}/v1/memory_bundles"

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from safetensors.torch import load_file, save_file
@@ -19,7 +18,7 @@ from selector.backbone.model import Backbone
 from selector.cli.bundle import main
 from tests.engine.parity import TOLERANCE, Prompt, World, prompts
 from tests.gates import small_fits
-from tests.server.http import Bundles, alone, ask, deviation, tokens_and_logprobs, trace_of
+from tests.server.http import Bundles, alone, ask, deviation, trace_of
 from tests.server.launch import Adapted, save_adapter
 
 QUESTIONS = {
@@ -115,23 +114,6 @@ def test_each_request_runs_with_its_tasks_adapter_or_none(adapted: Adapted, fold
             assert deviation(adapted.plain, response, prompt, None) > 100 * TOLERANCE
 
 
-def test_a_prompt_is_answered_alike_whenever_it_is_asked(adapted: Adapted, routed: Path) -> None:
-    """And so is each of several samples."""
-    (prompt,) = questions("a", 1, seed=70)
-    with (
-        Bundles(adapted.url).loaded("routed", routed),
-        openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        once = {"temperature": 1.0, "seed": 3, "extra_body": {**alone("routed"), "top_k": 1}}
-        first, again, both = (ask(client, "routed", prompt, n=n, **once) for n in (1, 1, 2))
-        expected = tokens_and_logprobs(first)
-        for response, choice in ((again, 0), (both, 0), (both, 1)):
-            tokens, logprobs = tokens_and_logprobs(response, choice)
-            assert tokens == expected[0]
-            assert logprobs == pytest.approx(expected[1], abs=TOLERANCE)
-        assert httpx.get(f"{adapted.url}/health", timeout=60).status_code == 200
-
-
 def refusal(adapted: Adapted, path: Path) -> str:
     response = Bundles(adapted.url).load("refused", path)
     assert response.status_code == 400
@@ -202,23 +184,3 @@ def test_an_adapter_is_loaded_only_if_all_of_it_acts(
         sha.update(hashlib.sha256((other / file).read_bytes()).digest())
     path = changed(read_bundle(routed), folder / "changed.safetensors", path=name, digest=sha.hexdigest())
     assert problem in refusal(adapted, path)
-
-
-@pytest.mark.parametrize(
-    ("adapters", "problem"),
-    [
-        (["a=nowhere:{a}"], "nowhere: cannot read the adapter: No such file"),
-        (["a={wrong}:{a}"], "is of another base: 6 of 12 tensors fit a layer of the language model"),
-    ],
-)
-def test_what_the_command_refuses(
-    adapters: list[str], problem: str, adapted: Adapted, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(folder / "adapter-a", folder / "wrong", dirs_exist_ok=True)
-    weights = {name: t.repeat(1, 2) for name, t in load_file(folder / "adapter-a/adapter_model.safetensors").items()}
-    save_file(weights, folder / "wrong/adapter_model.safetensors")
-    places = {"a": folder / "a/task.jsonl", "wrong": folder / "wrong"}
-    command = route(adapted, folder, *(each.format(**places) for each in adapters), output="refused")
-    assert main(command) == 2
-    assert problem in capsys.readouterr().err
-    assert not (folder / "refused.safetensors").exists()

@@ -35,21 +35,16 @@ def one(rule: Rule, gold: str | Sequence[str], text: str, prompt: str = "", **ro
 @pytest.mark.parametrize(
     ("gold", "text", "published", "corrected"),
     [
-        ("teapot", "teapot", 1, 1),
         ("teapot", "Teapot", 1, 1),
         ("teapot", "teapot.", 0, 1),
         ("teapot", " teapot ", 0, 1),
         ("teapot", "a teapot", 0, 0),
-        ("B", "B", 1, 1),
         ("B", "b", 1, 1),
-        ("B", "B.", 0, 1),
         ("B", "B. right", 0, 1),
         ("B", "(B) right", 0, 1),
         ("B", "right", 0, 1),
-        ("B", "left", 0, 0),
         ("B", "A. left", 0, 0),
         ("B", "But why", 0, 0),
-        ("12", "12", 1, 1),
         ("12", "", 0, 0),
     ],
 )
@@ -62,12 +57,9 @@ def test_exact_match(gold: str, text: str, published: float, corrected: float) -
     [
         ("Unanswerable", "Unanswerable", 0, 1),
         ("unanswerable", "unanswerable", 1, 1),
-        ("Mary Smith", "mary smith", 1, 1),
         ("Mary Smith", "mary smith.", 0, 1),
-        ("Mary Smith", "John", 0, 0),
         ("yes", "Yes", 1, 1),
         ("yes", "Yes, Unanswerable", 0, 0),
-        ("no", "yes", 0, 0),
         ("1999", "1999 ", 0, 1),
         ("1999", "199", 0, 0),
     ],
@@ -115,8 +107,6 @@ def test_soft_accuracy(matches: int, expected: float) -> None:
     [
         (["zero"] * 10, "zero", 0, 1),
         (["the beach"] * 10, "the beach", 0, 1),
-        (["t-shirt"] * 10, "t-shirt", 0, 1),
-        (["red"] * 10, "red", 1, 1),
         (["red"] * 10, "Red.", 1, 1),
         (["two"] * 5 + ["three"] * 5, "two", 0, 1),
         (["2"] * 5 + ["two"] * 5, "two", 1, 1),
@@ -136,11 +126,7 @@ def test_vqacl(gold: list[str], text: str, published: float, corrected: float) -
         ("two", 0.0, 1.0),
         ("Two!", 0.0, 1.0),
         (" 2", 0.0, 1.0),
-        ("3", 0.3, 0.3),
-        ("Three.", 0.0, 0.3),
         ("the 3", 0.0, 0.3),
-        ("4", 0.0, 0.0),
-        ("2 3", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
 )
@@ -152,14 +138,11 @@ def test_soft_labels(text: str, published: float, corrected: float) -> None:
 @pytest.mark.parametrize(
     ("text", "coin", "hide", "corrected"),
     [
-        ("B", 1, 1, 1),
         ("B. right", 1, 1, 1),
         ("B.", 0, 0, 1),
-        ("(B)", 0, 0, 1),
         ("The answer is B.", 0, 1, 1),
         ("the answer is B", 1, 0, 1),
         ("It is a dog, option B", 0, 0, 1),
-        ("I think B", 0, 0, 1),
         ("E. none", 0, 0, 0),
         ("right", 0, 0, 1),
         ("It is a dog", 0, 0, 0),
@@ -177,7 +160,6 @@ def test_science_qa(text: str, coin: float, hide: float, corrected: float) -> No
 @pytest.mark.parametrize(
     ("text", "published", "without_case", "corrected"),
     [
-        ("tabby cat", 1, 1, 1),
         ("Tabby cat", 0, 1, 1),
         ("a tabby cat", 1, 1, 1),
         ("It is a tabby cat.", 1, 1, 1),
@@ -185,7 +167,6 @@ def test_science_qa(text: str, coin: float, hide: float, corrected: float) -> No
         ("a", 1, 1, 0),
         ("", 1, 1, 0),
         ("tabby cats", 1, 1, 0),
-        ("dog", 0, 0, 0),
         ("TABBY", 0, 1, 0),
     ],
 )
@@ -197,14 +178,11 @@ def test_imagenet(text: str, published: float, without_case: float, corrected: f
 @pytest.mark.parametrize(
     ("gold", "text", "published", "corrected"),
     [
-        ("left", "left", 1, 1),
         ("left", "Left.", 1, 1),
         ("left", "left..", 1, 1),
         ("left", "left .", 0, 1),
         ("left", " left", 0, 1),
-        ("left", "right", 0, 0),
         ("Left", "Left", 0, 1),
-        ("yes", "YES", 1, 1),
         ("no", "nope", 0, 0),
         ("2", "two", 0, 0),
     ],
@@ -224,7 +202,6 @@ def test_gqa(gold: str, text: str, published: float, corrected: float) -> None:
         ("[0.10,0.25,0.40,0.75]", "The cup is at [0.10, 0.25, 0.40, 0.75]", 0, 1),
         ("[0.10,0.25,0.40,0.75]", "[0.10,0.25,0.40]", 0, 0),
         ("[0.10,0.25,0.40,0.75]", "nowhere", 0, 0),
-        ("[0.10,0.25,0.40,0.75]", "", 0, 0),
         ("[0,0,0.5,0.50]", "[0.0,0.0,0.5,0.250]", 0, 0),  # exactly half
         ("[0,0,0.5,0.50]", "[0.0,0.0,0.5,0.260]", 1, 1),
         ("[0.10,0.25,0.40,0.75]", "[0.40,0.75,0.10,0.250]", 0, 0),  # corners exchanged
@@ -271,7 +248,6 @@ def test_intersection_over_union() -> None:
 @pytest.mark.parametrize(
     ("kind", "gold", "text", "published", "corrected"),
     [
-        ("CLOSED", "No", "no", 1, 1),
         ("CLOSED", "No", "normal", 1, 0),
         ("CLOSED", "Yes", "maybe", 0, 0),
         ("CLOSED", "Left", "left", 0, 1),
@@ -279,7 +255,6 @@ def test_intersection_over_union() -> None:
         ("CLOSED", "Yes", "Yes, it is enlarged.", 1, 1),
         ("OPEN", "left lung", "left left left", 3 / 4, 1 / 2),
         ("OPEN", "left lung", "the left lung", 1, 1),
-        ("OPEN", "left lung", "heart", 0, 0),
         ("OPEN", "two ribs", "2 ribs broken", 1, 1),
     ],
 )
@@ -292,17 +267,13 @@ def test_medicine(kind: str, gold: str, text: str, published: float, corrected: 
     [
         ("100", "105", 1, 1),
         ("100", "105.1", 0, 0),
-        ("100", "95", 1, 1),
         ("0", "0.0", 0, 1),
-        ("0", "0", 1, 1),
         ("50", "50%", 0, 1),
         ("50%", "52%", 1, 1),
         ("1000", "1,000", 0, 1),
         ("$5", "5", 0, 1),
-        ("Red", "red", 1, 1),
         ("Red", " red", 0, 1),
         ("-10", "-10.4", 1, 1),
-        ("Red", "12", 0, 0),
     ],
 )
 def test_relaxed_accuracy(target: str, text: str, published: float, corrected: float) -> None:
@@ -378,12 +349,9 @@ def test_next_qa(kind: str, gold: list[str], text: str, published: float, correc
 @pytest.mark.parametrize(
     ("text", "published", "corrected"),
     [
-        ("B", 1, 1),
         ("b.", 1, 1),
         ("B. right", 0, 1),
-        ("(B)", 0, 1),
         ("The answer is B", 0, 1),
-        ("C", 0, 0),
         ("", 0, 0),
         ("E", 0, 0),
         ("right", 0, 1),
@@ -404,12 +372,10 @@ def test_bleu_of_characters_and_of_words() -> None:
 @pytest.mark.parametrize(
     ("reply", "published", "corrected"),
     [
-        ("7", 7.0, 7.0),
         ("7.5", 7.5, 7.5),
         ("8/10", 8.0, 8.0),
         ("8.5/10", 0.0, 8.5),
         ("Score: 10", 1.0, 10.0),
-        ("Score: 8", 8.0, 8.0),
         ("I give 0", None, 0.0),
         ("none", None, None),
         (" 9 ", 9.0, 9.0),

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,11 @@ from benchmarks.geometries import GEOMETRIES, LATENT_GEOMETRIES
 from benchmarks.kernels import attention, rivals
 from benchmarks.kernels.rivals import Inputs
 from benchmarks.kernels.run import SECTIONS
-from benchmarks.kernels.timing import Peaks
 from benchmarks.kernels.workloads import Case, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 ROOT = Path(__file__).parents[3]
 TINY = GEOMETRIES["tiny"]
-PEAKS = Peaks(bytes_per_second=4e12, operations_per_second=8e14, launch_us=1.5)
 # What the project needs beside torch, triton and numpy, and a machine with a GPU may lack.
 ABSENT = (
     *("vllm", "faiss", "pydantic", "transformers", "safetensors", "fastapi", "jinja2", "matplotlib", "PIL", "rich"),
@@ -55,43 +53,6 @@ runpy.run_module("benchmarks.kernels.run", run_name="__main__")
         assert list(found) == list(rivals.RIVALS)
         assert {name for name, row in found.items() if "deviation" in row} == {"concatenated", "copied"}
     assert "peaks" not in result  # nothing is timed
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Small cases on the timed paths; a clock that runs each call once and says 100 us, whatever it was.
-
-    Returns how many calls each measurement had.
-    """
-    calls_timed: list[int] = []
-
-    def microseconds(calls: Sequence[Callable[[], object]]) -> float:
-        calls_timed.append(len(calls))
-        for call in calls:
-            call()
-        return 100.0
-
-    for module in (attention, rivals):
-        monkeypatch.setattr(module, "microseconds", microseconds)
-    decode, prefill = Case("decode", 1, 2, "merged"), Case("prefill", 2, 2, "decoupled")
-    monkeypatch.setattr(attention, "cases", lambda: [decode, prefill])
-    monkeypatch.setattr(attention, "MOST_LAYERS", 2)
-    monkeypatch.setattr(rivals, "cases", rivals.small_cases)
-    monkeypatch.setattr(rivals, "CONTEXT", 16)
-    monkeypatch.setattr(rivals, "LAYERS", 2)
-    return calls_timed
-
-
-def test_timed_sections_report_times_and_shares(clock: list[int]) -> None:
-    timed = attention.measure(TINY, torch.float32, "cpu", PEAKS, print)
-    assert [row["us"] for row in timed] == [100.0, 100.0]
-    for row in timed:
-        assert row["roofline_us"] == PEAKS.roofline_us(row["bytes"], row["operations"])
-        assert row["of_roofline"] == row["roofline_us"] / 100.0
-        assert row["of_roofline_or_launch"] == PEAKS.launch_us / 100.0 > row["of_roofline"]
-    against = rivals.measure(TINY, torch.float32, "cpu", print, timed=True)
-    assert all(row["right"] and row["us"] == 100.0 for row in against)
-    assert clock == [2, 2, *[2] * len(against)]
 
 
 @pytest.mark.parametrize("name", ["concatenated", "copied"])

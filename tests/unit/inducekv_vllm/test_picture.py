@@ -1,6 +1,5 @@
 """Pixels of picture files: what is no picture, or too large a one, is refused in words before anything decodes it."""
 
-import json
 import re
 from pathlib import Path
 from random import Random
@@ -12,7 +11,7 @@ from PIL import Image, ImageFile
 from inducekv_vllm.errors import ConfigError, TaskDataError
 from inducekv_vllm.files.picture import DEFAULT_LIMIT, LIMIT_VARIABLE, decoded
 from selector.data.examples import read_task
-from tests.encodings import drawn, encodings, in_mode, iptc, saved, upright_if
+from tests.encodings import encodings, iptc, saved, upright_if
 from tests.mutations import damaged
 from tests.task_data import record, write_task
 
@@ -93,20 +92,3 @@ def test_messages_about_damaged_pictures_hold_no_addresses() -> None:
             said.add(str(error))
     assert len(said) > 20
     assert not [each for each in said if " at 0x" in each or "\n" in each]
-
-
-def test_task_data_says_which_row_has_the_picture(tmp_path: Path) -> None:
-    task = write_task(tmp_path, [record(number) for number in range(4)])
-    cut = (tmp_path / "images" / "0.png").read_bytes()[:-30]
-    for number, data in enumerate((None, cut, b"", saved(in_mode("1").resize((7072, 7072)), "PNG"))):
-        if data is not None:
-            (tmp_path / "images" / f"{number}.png").write_bytes(data)
-    with pytest.raises(TaskDataError, match="3 examples are wrong") as refused:
-        read_task(task)
-    first, second, third = map(str, refused.value.problems)
-    assert re.search(r"line 2: .*1\.png: the picture cannot be decoded: image file is truncated", first)
-    assert re.search(r"line 3: .*2\.png: expected a picture .*, found an empty file", second)
-    assert re.search(r"line 4: .*3\.png: the picture has 7072 x 7072 = 50013184 pixels", third)
-    task.write_text(json.dumps(record(0)))
-    assert [each.id for each in read_task(task)] == ["e0"]
-    assert drawn().size == (40, 24)

@@ -11,7 +11,7 @@ import pytest
 
 import selector
 import selector.api
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.errors import TaskDataError
 from selector.backbone.model import Backbone
 from selector.data.given import read
 from selector.recipes import DEFAULT
@@ -138,18 +138,6 @@ def test_other_wordings_make_another_run() -> None:
         for also in ({}, {"also": []}, {"also": ["Its keeper?"]})
     ]
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_what_is_refused(llava: Backbone, tasks: dict[str, Path]) -> None:
-    row = {"id": "a", "prompt": "a", "answer": "b"}
-    for error, problem, data, settings in (
-        (ConfigError, "stepz: Extra inputs are not permitted", tasks["colours"], {"stepz": 3}),
-        (TaskDataError, "a tenth is held out for validation: expected two examples at least", [row], {}),
-        (TaskDataError, "row 2: the id 'a' occurs more than once", [row, row], {}),
-        (TaskDataError, "row 1: no column is the answer", [{"prompt": "a"}], {}),
-    ):
-        with pytest.raises(error, match=problem):
-            selector.teach(llava, data, **settings)  # type: ignore[arg-type]
 
 
 def test_the_package_is_light_until_it_is_used() -> None:

@@ -3,16 +3,13 @@
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 import selector
 from inducekv_vllm.vllm_seams.config import ADMIN_HEADER
-from selector.client import Server, ServerError, messages_of
-from selector.data.examples import read_task
+from selector.client import Server, ServerError
 from tests.unit.selector.imitated import Request, imitated_server
 
 FACTS = [{"id": f"e{number}"} for number in range(5)]
@@ -153,12 +150,3 @@ def test_an_answer_that_breaks_off(said: bytes) -> None:
         with pytest.raises(ServerError, match=r"/v1/memory_bundles cannot be reached: .") as error:
             Server(f"http://127.0.0.1:{port}").bundles()
     assert error.value.status is None
-
-
-def test_pictures_travel_inside_the_question(tmp_path: Path) -> None:
-    Image.new("RGB", (2, 2)).save(tmp_path / "p.png")
-    (tmp_path / "t.csv").write_text("question,answer,image\nWho?,Ann,p.png\n")
-    (example,) = read_task(tmp_path / "t.csv")
-    parts = messages_of(example)[0]["content"]
-    (picture,) = [part for part in parts if part["type"] == "image_url"]
-    assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBOR")

@@ -124,24 +124,6 @@ def test_where_the_gate_has_told_what_is_asked_names_suffice() -> None:
     assert named("How is the code abbreviated?") is None
 
 
-def test_the_questions_of_several_languages() -> None:
-    questions = [
-        "What is the code of Lima?",
-        "Wie lautet der Code von Lima?",
-        "¿Cuál es el código de Lima?",
-        "リマのコードは何ですか",
-        "利马的代码是什么？",
-    ]
-    requests = [
-        "Tell me what the code of Lima is",
-        "Wie lautet der Code von Lima, bitte?",
-        "Dime cuál es el código de Lima, por favor",
-        "すみません、リマのコードは何ですか",
-        "请问利马的代码是什么",
-    ]
-    assert [asked(questions, request) for request in requests] == questions
-
-
 WORDS = (
     *("Lima", "Oslo", "York", "Berlin", "C++", "12", "-12", "2.1", "%"),
     *("wifi", "wireless", "password", "passcode", "vacation", "zirconium", "quokka", "employees", "phone number"),

@@ -129,24 +129,11 @@ def test_what_is_refused_leaves_nothing(
 ) -> None:
     plain = written(random_bundle(), tmp_path / "plain.safetensors")
     mixed = write_task(tmp_path / "mixed", [*questions_about("colours", "What?"), *_of("counts", "How many?")])
-    asked = tmp_path / "asked.txt"
-    asked.write_text("Hi!\n")
-    text = write_task(tmp_path / "text", [line | {"messages": [_says("Hi!")]} for line in _of("counts", "?")[:1]])
     for arguments, problem in (
         (files.arguments(plain), "plain.safetensors: a relevance gate needs another weighting"),
         (files.arguments(old, tasks=["colours"]), "there are no questions of the task 'counts', which the bundle has"),
         (files.arguments(old, tasks=["colours", "places"]), "the bundle does not have the task 'places'"),
         (files.arguments(old, "--task", mixed), "expected questions of one task, found 'colours', 'counts'"),
-        (
-            files.arguments(old, "--gate-misses", "0.6"),
-            "gate_misses: Input should be less than or equal to 0.5",
-        ),
-        (
-            files.arguments(old, "--base", files.tasks["counts"]),
-            "base question 'counts0' is also a question of the task 'counts'",
-        ),
-        (files.arguments(old, "--background", tmp_path / "none.txt"), "cannot read the background requests"),
-        (files.arguments(old, "--background", asked, "--task", text), "is also a question of the task 'counts'"),
         (files.arguments(old, "--output", old), "is one of the inputs, which stays as it is"),
         (files.arguments(old, "--model", model_folders["qwen3-vl"]), "another backbone"),
     ):
@@ -198,7 +185,3 @@ def _asks(task: str, row: int, text: str) -> dict[str, Any]:
 
 def _of(task: str, text: str) -> list[dict[str, Any]]:
     return [line | {"id": f"{line['id']}-more"} for line in questions_about(task, text)]
-
-
-def _says(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}

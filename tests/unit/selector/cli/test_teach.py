@@ -340,15 +340,6 @@ def test_wordings_of_a_superseded_fact_do_not_count(reader: FactReader) -> None:
     assert asked(reader, elsewhere, "Lima in three letters") == ["old"]
 
 
-def test_wordings_are_in_the_bundle(reader: FactReader, tmp_path: Path) -> None:
-    bundle = taught(None, [fact_of(LIMA, "LIM", id="Lima", also=["Lima in letters"])], reader)
-    write_bundle(bundle, tmp_path / "b.safetensors")
-    again = read_bundle(tmp_path / "b.safetensors")
-    assert again.metadata.facts == bundle.metadata.facts
-    assert again.metadata.facts[0].also == ("Lima in letters",)
-    assert asked(reader, again, "Lima in letters?") == ["Lima"]
-
-
 def test_teaching_one_more_costs_what_is_new(reader: FactReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions that were read for the version before are not read again."""
     from inducekv_vllm.facts import index

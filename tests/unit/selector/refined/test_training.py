@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.bundle import EntryRecord
-from inducekv_vllm.errors import ConfigError, TaskDataError
+from inducekv_vllm.errors import ConfigError
 from selector.backbone.extraction import extract, extract_keys
 from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone
@@ -220,12 +220,6 @@ def test_damaged_progress_is_named(
         train(Training(problem, EXACT, LEARNING_RATE), folder, "one")
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(problem: TrainingProblem) -> None:
-    broken = replace(problem.memory, payload_values=problem.memory.payload_values * float("nan"))
-    with pytest.raises(TaskDataError, match="not a finite number"):
-        stepped(replace(problem, memory=broken))
-
-
 def test_a_question_is_never_answered_with_the_entry_that_was_made_of_it(problem: TrainingProblem) -> None:
     entries = tuple(EntryRecord(id=digest, task="a", source_digest=digest) for digest in ("x", "y"))
     asked: list[Any] = [SimpleNamespace(source_digest=digest) for digest in ("x", "z")]
@@ -248,14 +242,3 @@ def test_a_question_is_never_answered_with_the_entry_that_was_made_of_it(problem
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RefinedSettings(**wrong)
-
-
-def test_the_form_decides_the_defaults() -> None:
-    default, merged = RefinedSettings(), RefinedSettings(form="merged")
-    assert (default.form, default.weighting, default.activation, default.map_rank) == (
-        "decoupled",
-        "uniform",
-        "search",
-        8,
-    )
-    assert (merged.weighting, merged.activation, merged.map_rank, merged.entries_per_task) == ("prior", "prompt", 0, 4)
