@@ -148,6 +148,13 @@ def random_maps(shape: Sequence[int], rank: int, heads_per_kv_head: int, scale: 
     return {"map_in": inner, "map_out": outer.transpose(-1, -2) * scale * math.sqrt(width)}
 
 
+def gated_decoupled_bundle() -> Bundle:
+    """Rows 0, 1 and 3 of the task "a", 2 and 4 of "b", with maps."""
+    form: dict[str, Any] = {"form": "decoupled", "weighting": "uniform"}
+    form |= {"activations": {"a": "prompt", "b": "generation"}}
+    return random_gated_bundle(**form, **random_maps((L, 5, J, 4, D), 3, G))
+
+
 def remade(bundle: Bundle, **changes: Any) -> Bundle:
     """A bundle created again, with its gate; `changes` replace arguments of `Bundle.create`."""
     kept = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form", "activations", "payload_dtype")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.locks import locked
 from benchmarks.research.continual.__main__ import main
 from benchmarks.research.continual.answering.stored_answers import StoredAnswers
 from benchmarks.research.continual.methods import METHODS, Artifact
 from benchmarks.research.continual.stream import Run, run_stream
 from server.demo import CHECKPOINT
-from tests.research.small_streams import ORDER, command, killed_in_the_end, own_folder, wait_for
+from tests.research.small_streams import ORDER, command, own_folder
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -78,32 +76,6 @@ def test_a_folder_of_another_configuration_is_refused(finished, data, capsys):
     assert "'serve_args': ['--dtype', 'bfloat16']" in capsys.readouterr().err
     assert main(command(data, finished, "--set", "steps=3")) == 2
     assert "steps: 2 there, 3 here" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_to_the_end_of_one_that_was_not(finished, data, tmp_path):
-    """SIGKILL to the command, while two processes of it run streams: they end too, and nothing is lost or repeated."""
-    seeds = ("--seed", "0", "1")
-    whole, broken = shutil.copytree(finished, tmp_path / "whole"), tmp_path / "broken"
-    assert main(command(data, whole, *seeds)) == 0
-    results = [own_folder(broken, seed=seed) / "00-guild" / "result.json" for seed in (0, 1)]
-    arguments = command(data, broken, *seeds, "--jobs", "2")
-    with killed_in_the_end([sys.executable, "-m", "benchmarks.research.continual", *arguments]) as process:
-        wait_for(lambda: any(result.exists() for result in results), process)
-    finished_then = {path: path.read_bytes() for path in broken.rglob("result.json")}
-    assert 0 < len(finished_then) < 2 * 2
-    for seed in (0, 1):
-        with locked(own_folder(broken, seed=seed) / "lock", patience=5):
-            pass  # the streams' processes ended with the command
-
-    assert main(command(data, broken, *seeds)) == 0
-    for seed in (0, 1):
-        before, after = (own_folder(folder, seed=seed) for folder in (whole, broken))
-        matrices = [json.loads((folder / "matrix.json").read_bytes()) for folder in (before, after)]
-        assert timeless(matrices[0]) == timeless(matrices[1])
-        for predictions in ("00-guild/predictions.jsonl", "01-field/predictions.jsonl"):
-            assert (before / predictions).read_bytes() == (after / predictions).read_bytes()
-    assert all(path.read_bytes() == content for path, content in finished_then.items())  # none was made again
 
 
 @pytest.mark.parametrize(("keep", "left"), [("all", [True, True]), ("last", [False, True]), ("none", [False, False])])

@@ -97,15 +97,6 @@ def test_a_request_may_be_pinned_to_a_version(bundles: Bundles, client: openai.O
         assert {choice.finish_reason for part in begun for choice in part.choices} == {None, "length"}
 
 
-def test_an_aborted_request_frees_its_bundle(bundles: Bundles, client: openai.OpenAI, world: World) -> None:
-    bundles.load("short", world.paths["other"])
-    streams = [ask(client, "short", prompt, stream=True, **SLOW) for prompt in prompts(4, seed=15)]
-    bundles.unload("short")
-    for stream in streams:
-        stream.close()
-    bundles.wait_until_drained()
-
-
 class TestRefusals:
     """Each is a 4xx that names the problem, leaves what is loaded as it is, and the server serving."""
 

@@ -8,18 +8,16 @@ from typing import Any
 import openai
 import pytest
 import torch
-from vllm import SamplingParams
 
 from benchmarks.server_process import serving
 from inducekv_vllm.bundle import Bundle, read_bundle, write_bundle
-from inducekv_vllm.frontend.offline import MemoryLLM
 from selector.backbone.model import Backbone
 from selector.cli.bundle import main
-from tests.engine.parity import EAGER, FEWER_PROCESSES, TOLERANCE, Prompt, World, engine, prompts, text_prompts
+from tests.engine.parity import EAGER, FEWER_PROCESSES, TOLERANCE, Prompt, World, prompts, text_prompts
 from tests.imported import ADAPTERS, OF_CACHE, behind_adapter, behind_cache, behind_text, save_adapter, save_cartridge
 from tests.server.http import Bundles, ask, tokens_and_logprobs
 from tests.server.launch import ENVIRONMENT, FLAGS, GATED_TASKS
-from tests.tiny_models import save_tiny_llava, save_tiny_qwen3_vl
+from tests.tiny_models import save_tiny_qwen3_vl
 
 TEXT = "The picture shows two green stars and a yellow ring. Answer in a sentence.\n"
 MATTERS = 0.05  # of a log-probability: without the memory it is another one
@@ -147,24 +145,3 @@ def test_behind_a_gate(llava: Side, gated_bundle: tuple[Bundle, Path], questions
     expected = behind_text(llava.model, ids, inputs, found[0][0])
     assert (torch.tensor(found[0][1]) - expected).abs().max() < TOLERANCE
     assert found[1] == tokens_and_logprobs(ask(llava.client, "base", questions[1]))
-
-
-@pytest.mark.slow
-def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """Each has its own KV head of a prefix."""
-    model = save_tiny_llava(tmp_path / "model")
-    backbone, prompt = Backbone.load(model), prompts(1, seed=14)[0]
-    folder = save_adapter(model, "prefix", tmp_path / "prefix")
-    arguments = ["import", "peft", str(folder), "--model", str(model), "--output", str(tmp_path / "b.safetensors")]
-    assert main(arguments) == 0
-    environment = {**FEWER_PROCESSES, **EAGER, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with engine(model, environment=environment, tensor_parallel_size=2, enforce_eager=True) as llm:
-        offline = MemoryLLM(llm)
-        memory = offline.load_bundle(tmp_path / "b.safetensors")
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-        (answer,) = offline.chat([prompt.messages], params, memory=memory)
-    (completion,) = answer.output.outputs
-    tokens = list(completion.token_ids)
-    found = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-    expected = behind_adapter(model, folder, backbone.encode(prompt.chat_messages, prompt.images), tokens)
-    assert (torch.tensor(found) - expected).abs().max() < TOLERANCE

@@ -22,14 +22,12 @@ from inducekv_vllm.frontend.served_bundle import ServedBundle
 from inducekv_vllm.vllm_seams.config import InduceKVConfig
 from server import bringing, versions
 from server.endpoint import bring_bundles
-from server.engines import Engines
 from server.pool import PoolSize, Recency
-from server.registry import BundleRegistry
 from server.requests import status_of
 from server.schemas import Change
-from server.state import ServerState, StateError
+from server.state import StateError
 from server.versions import Turn
-from tests.bundles import FINGERPRINT, random_bundle
+from tests.bundles import random_bundle
 from tests.server.registries import RUN, Workers, begin, end, in_turn, models, write_all
 
 pytestmark = pytest.mark.anyio
@@ -389,28 +387,6 @@ async def test_a_full_disk_is_said_without_a_path(files: Path, monkeypatch: pyte
     assert os.listdir(pool.registry._reader._folder.name) == []
     await pool.ask("n0")
     await end(pool.registry)
-
-
-async def test_a_version_that_another_process_uses_stays(files: Path) -> None:
-    first = Pool(files)
-    await first.registry.start(RUN)
-    second = Pool.__new__(Pool)
-    second.folder, second.workers = files, first.workers
-    state = ServerState(files / "temporary", keeps_bundles=False, process=1)
-    second.registry = BundleRegistry(Engines(first.workers), models(), FINGERPRINT, state, InduceKVConfig())
-    await second.registry.start(RUN)
-    await first.load("n0", "n1", "n2")
-    await second.load("n3")  # second knows nothing of what first was asked for
-    await first.load("n0") if "n0" not in first.registry else None
-    with Turn() as turn:
-        await second.begin("n0", turn)
-        await first.load("n4", "n5", "n6", "n7")
-        assert "n0" in first.resident
-    await first.ask("n1", "n2", "n3")
-    assert "n0" not in first.resident
-    await asyncio.gather(*(each.ask(name) for each in (first, second) for name in BUNDLES))
-    for each in (first, second):
-        await end(each.registry)
 
 
 async def test_a_pool_that_cannot_be_recorded_is_left_as_it_was(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,21 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.bundle import ENTRY_AXES, Bundle, FactRecord, read_bundle, with_metadata, write_bundle
+from inducekv_vllm.bundle import ENTRY_AXES, FactRecord, read_bundle, with_metadata, write_bundle
 from inducekv_vllm.errors import BundleError
-from tests.bundles import G, J, L, random_bundle, random_gate, random_gated_bundle, random_maps
+from tests.bundles import gated_decoupled_bundle, random_bundle, random_gate
 
 FORM: dict[str, Any] = {"form": "decoupled", "weighting": "uniform"}
 
 
-def gated() -> Bundle:
-    """Rows 0, 1 and 3 of the task "a", 2 and 4 of "b"."""
-    activations = {"a": "prompt", "b": "generation"}
-    return random_gated_bundle(**FORM, activations=activations, **random_maps((L, 5, J, 4, 8), 3, G))
-
-
 def test_what_is_taken_and_joined_again_is_as_before() -> None:
-    whole = gated()
+    whole = gated_decoupled_bundle()
     of_a, of_b = whole.take([0, 1, 3]), whole.take([2, 4])
     assert (of_a.metadata.gate_tasks, of_b.metadata.activations) == (("a",), {"b": "generation"})
     again = of_a.join(of_b, gate=whole.gate)
@@ -35,7 +29,7 @@ def test_what_is_taken_and_joined_again_is_as_before() -> None:
 
 
 def test_a_gate_is_one_field(tmp_path: Path) -> None:
-    bundle, gate = gated(), random_gate(seed=7, thresholds=torch.tensor([0.25, 0.5])).stored()
+    bundle, gate = gated_decoupled_bundle(), random_gate(seed=7, thresholds=torch.tensor([0.25, 0.5])).stored()
     other = bundle.with_gate(gate, {"gate_misses": 0.1})
     assert other.metadata.settings == {**bundle.metadata.settings, "gate_misses": 0.1}
     write_bundle(other, tmp_path / "b.safetensors")
@@ -51,7 +45,7 @@ def test_a_gate_is_one_field(tmp_path: Path) -> None:
 def test_a_gate_has_tasks_of_facts_alone() -> None:
     fact = FactRecord(id="f", task="c", source_digest="cd", question="Who keeps the mill?", answer="Ed")
     gate = random_gate(tasks=("a", "b", "c")).stored()
-    bundle = gated().next(facts=(fact,), gate=gate)
+    bundle = gated_decoupled_bundle().next(facts=(fact,), gate=gate)
     assert bundle.take([0]).metadata.gate_tasks == ("a", "c")
     with pytest.raises(BundleError, match="gate task 'c' has no entries, no facts and no adapter"):
         bundle.next(facts=())
@@ -60,5 +54,5 @@ def test_a_gate_has_tasks_of_facts_alone() -> None:
 def test_the_gate_goes_with_the_last_of_its_tasks() -> None:
     """Facts of a task that it does not know stay, and are found by their words alone."""
     fact = FactRecord(id="f", task="c", source_digest="cd", question="Who keeps the mill?", answer="Ed")
-    left = gated().next(facts=(fact,)).take([])
+    left = gated_decoupled_bundle().next(facts=(fact,)).take([])
     assert (left.gate, left.metadata.gate_tasks, left.metadata.facts) == (None, (), (fact,))

@@ -1,8 +1,6 @@
 """`selector.teach` and `selector.evaluate`: as the commands, with data in memory or in files."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,10 +136,3 @@ def test_other_wordings_make_another_run() -> None:
         for also in ({}, {"also": []}, {"also": ["Its keeper?"]})
     ]
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_the_package_is_light_until_it_is_used() -> None:
-    program = "import sys, selector; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-    with pytest.raises(AttributeError, match="module 'selector' has no attribute 'learn'"):
-        selector.learn  # type: ignore[attr-defined]  # noqa: B018

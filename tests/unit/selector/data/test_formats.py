@@ -154,7 +154,6 @@ def test_an_earlier_turn_of_the_assistant_stays_in_the_prompt(tmp_path: Path) ->
     [
         ("x.csv", b"PK\x03\x04 sheet", "an Excel file or another archive: save the table as CSV"),
         ("x.xls", b"\xd0\xcf\x11\xe0", "an Excel file or another archive: save the table as CSV"),
-        ("x.jsonl.gz", b"\x1f\x8b\x08", "an Excel file or another archive"),
         ("x.json", b'{"question": ["a"], "answer": ["b"]}', r"'question' must be a text, found \['a'\]"),
         ("x.csv", b"question,answer,label\na,b,c\n", r"columns answer, label could all be the answer: name it"),
         ("x.csv", b"title,answer\na,b\n", "no column is the prompt: name it with --columns prompt=NAME; there"),
@@ -162,7 +161,6 @@ def test_an_earlier_turn_of_the_assistant_stays_in_the_prompt(tmp_path: Path) ->
         ("x.csv", b"question,answer\n\"a\nb\",c\nd,\n", "line 4: 'answer' must be a text, found ''"),
         ("x.csv", b"question,answer\na,caf\xe9\n", r"line 2: not UTF-8 text \(b'\\xe9'\): save it in UTF-8"),
         ("x.csv", "question,answer\na,b".encode("utf-16-le"), "x.csv: the text is UTF-16LE without a mark that says"),
-        ("x.txt", "question,answer\na,b".encode("utf-16-be"), "x.txt: the text is UTF-16BE without a mark that says"),
         ("x.csv", b"\xff\xfeq", "x.csv: not UTF-16 text, which its mark says"),
         ("x.csv", b"question,answer\na\0,b\n", "line 2: message 1 has a NUL character, expected text and pictures: 'a"),
         ("x.jsonl", b'{"question": "a", "answer": "b\\u0000"}', "line 1: the answer has a NUL character, expected te"),

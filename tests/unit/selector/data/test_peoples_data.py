@@ -237,21 +237,6 @@ def test_a_dataset_in_memory_has_its_names_too() -> None:
         read([("a", "b")])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("answer", ["", " \n"])
-def test_an_empty_answer_is_refused_wherever_it_is(answer: str, tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"question": "a", "answer": answer},
-        {"messages": [USER, said(answer)]},
-        {"messages": [USER], "answer": answer},
-        {"conversations": [turn("human", "a"), turn("gpt", answer)]},
-    ]
-    for row in rows:
-        with pytest.raises(
-            TaskDataError, match=r"line 1: ('answer' must be a text|'x/1' of task 'x' has an empty answer)"
-        ):
-            read_task(written(tmp_path, [row]))
-
-
 # ---- Rows that say the same, or contradict each other ------------------------------------------------------------
 
 

@@ -8,20 +8,10 @@ import torch
 from inducekv_vllm.bundle import Bundle, bundle_digest
 from inducekv_vllm.errors import BundleError
 from selector.update.forget import Forgotten, rows_to_forget, without_entries
-from tests.bundles import G, J, L, random_bundle, random_gated_bundle, random_maps
+from tests.bundles import gated_decoupled_bundle, random_bundle, random_gated_bundle
 
 
-def decoupled() -> Bundle:
-    """Tasks "a" (rows 0, 1, 3) and "b" (rows 2, 4), behind a gate, with maps."""
-    return random_gated_bundle(
-        form="decoupled",
-        weighting="uniform",
-        activations={"a": "prompt", "b": "generation"},
-        **random_maps((L, 5, J, 4, 8), 3, G),
-    )
-
-
-@pytest.mark.parametrize("make", [random_bundle, random_gated_bundle, decoupled])
+@pytest.mark.parametrize("make", [random_bundle, random_gated_bundle, gated_decoupled_bundle])
 def test_what_is_left_is_as_before_to_the_bit(make: Callable[[], Bundle]) -> None:
     bundle = make()
     after = without_entries(bundle, [0, 2])
@@ -39,7 +29,7 @@ def test_what_is_left_is_as_before_to_the_bit(make: Callable[[], Bundle]) -> Non
 
 
 def test_a_gone_task_has_no_row_in_the_gate() -> None:
-    bundle = decoupled()
+    bundle = gated_decoupled_bundle()
     after = without_entries(bundle, [2, 4])
     assert after.metadata.gate_tasks == ("a",)
     assert after.metadata.activations == {"a": "prompt"}
