@@ -76,8 +76,3 @@ def test_what_is_counted(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_facts_that_ask_each_other_are_taught_by_halves() -> None:
     facts = [public.Fact(f"What is {n}?", str(n), (), [(f"What is {n + 1}?", None, "next")]) for n in range(4)]
     assert [each.answer for each in public.taught_of(public.FactSet("web", facts))] == ["0", "2"]
-
-
-def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert public.main(["--data", str(tmp_path)]) == 2
-    assert "no set of facts found" in capsys.readouterr().err

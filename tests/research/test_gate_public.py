@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.research.gate import public
 from benchmarks.research.gate.public_sets import KINDS, SETS, PublicBundle, PublicData, PublicTask, half_of
-from inducekv_vllm.errors import ConfigError
 from tests.gates import small_fits
 from tests.tiny_families import FAMILIES
 
@@ -65,11 +64,6 @@ def test_a_task_is_some_intents_and_nothing_is_taught_and_asked(data: Path, name
         assert len(task.name.split("+")) == SETS[name].intents
     assert ("sibling intents" in found.others) == (name in ("clinc150", "hwu64"))
     assert PublicData.read(data, "report").bundle(name, 40, 32, 0) is None
-
-
-def test_a_set_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="clinc150: expected JSON lines"):
-        PublicData.read(tmp_path, "report")
 
 
 def test_shares() -> None:

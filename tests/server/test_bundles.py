@@ -137,9 +137,6 @@ class TestRefusals:
         path.write_bytes(content[:-7] + bytes([content[-7] ^ 1]) + content[-6:])
         self.refused(bundles.load("first" if replacing else "new", path, replace=replacing), "digest")
 
-    def test_of_an_unknown_bundle_to_unload(self, bundles: Bundles) -> None:
-        self.refused(bundles.unload("nobody"), "nobody", status=404)
-
 
 def test_a_name_loaded_twice_at_once_is_loaded_once(bundles: Bundles, world: World) -> None:
     with ThreadPoolExecutor(4) as pool:

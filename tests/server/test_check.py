@@ -64,12 +64,6 @@ def test_a_model_that_is_refused_needs_no_weights(tmp_path: Path, capsys: pytest
     assert str(tmp_path / "model") in lines["refused"] or "bert" in lines["refused"]
 
 
-def test_an_id_of_the_hub_is_left_to_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines = checked(capsys, "owner/model")
-    assert status == 0
-    assert lines["model"].startswith("an id of the hub")
-
-
 def test_what_vllm_lacks_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if it is an import that the judgement needs."""
     monkeypatch.setattr(seams, "missing_seams", lambda: ["vllm.a.B.c", "vllm.d"])

@@ -166,16 +166,6 @@ async def test_no_request_sees_an_older_version_than_one_that_has_ended_before_i
     assert {version for *_, version in answers} == {0, 1, 2}
 
 
-async def test_changes_of_all_processes_come_one_after_the_other(processes: Processes) -> None:
-    """Of those who have seen the same version, one wins."""
-    loads = (processes.load("bc"[process % 2], process, expected_digest=DIGEST["a"]) for process in range(PROCESSES))
-    outcomes = await asyncio.gather(*loads, return_exceptions=True)
-    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["MemoryBundleCard", *["VersionConflict"] * 2]
-    await processes.settled()
-    assert processes.resident() in ("b", "c")
-    assert await processes.served() == [processes.resident()] * PROCESSES
-
-
 async def test_a_version_stays_until_the_last_request_of_any_process_has_ended(processes: Processes) -> None:
     with ExitStack() as requests:
         for process in (1, 1, 2):

@@ -44,13 +44,6 @@ def test_targets_are_judged_in_the_cells_that_they_are_for(ttft: float, met: boo
     ]
 
 
-def test_a_target_may_be_the_least() -> None:
-    fast, slow = block("gated_same_pass", 0.1, seconds=1.0), block("lora", 0.1, seconds=2.0)
-    rows = report.tabulate({"gated_same_pass": [fast], "lora": [slow]}, {})
-    (target,) = report.check_targets({"c64_p256": rows})
-    assert (target["base"], target["reached"], target["met"]) == ("lora", 2.0, True)
-
-
 def test_warm_up_and_failed_blocks_are_kept_and_not_counted(tmp_path: Path) -> None:
     record = report.Record(tmp_path / "serving.json", {}, BASES)
     record.keep(block("none", 9.0, **{"pass": -1}))

@@ -25,10 +25,6 @@ def test_a_row_has_the_launches_copies_and_times_of_one_step() -> None:
     assert row["kernels"] == {"gemm": [4.0, 40.0], "Memcpy HtoD": [1.0, 1.0]}
 
 
-def test_on_a_cpu_there_is_the_time_of_a_step_alone() -> None:
-    assert step_engine.row_of([0.002], [on_host("aten::add")], 2) == {"step_ms": 2.0}
-
-
 def test_a_row_says_of_how_many_requests_memory_acted() -> None:
     found = ((None, False), ("t", False), ("t", True))
     closed, open_, went_on = (SimpleNamespace(task=task, same_pass=same) for task, same in found)

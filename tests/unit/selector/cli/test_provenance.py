@@ -66,7 +66,6 @@ def test_forget(old: Path, tmp_path: Path, flags: tuple[str, ...], left: list[st
     ("flags", "problem"),
     [
         ((), "say what to forget"),
-        (("--entry", "e9"), "there is no entry 'e9'"),
         (("--task", "a", "--task", "b"), "all 5 entries would be forgotten"),
     ],
 )

@@ -95,16 +95,6 @@ def test_check_changes_nothing(servers: list[FakeServer], path: Path, capsys: py
     assert [server.loads for server in servers] == [[], [], []]
 
 
-def test_without_the_key_the_server_says_why(
-    servers: list[FakeServer], path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv(ADMIN_KEY_VARIABLE)
-    assert main(["publish", str(path), *to(servers[0])]) == 1
-    shown = capsys.readouterr()
-    assert "refused it (401): " in shown.err
-    assert shown.out == f"{servers[0].url}: m was {OLD.digest}, is {OLD.digest}\n"
-
-
 def test_keys_do_not_follow_a_redirect(
     servers: list[FakeServer], path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,28 @@ def test_the_calibration_takes_torchs_adamw(problem: TrainingProblem) -> None:
     assert torch.allclose(training.parameters["layer_bias"], bias, atol=1e-5)
 
 
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(
+    problem: TrainingProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibrate: bool
+) -> None:
+    """Checked after each step; stopped after the second of four."""
+    monkeypatch.setattr("selector.refined.training.STEPS_BETWEEN_CHECKS", 1)
+    problem = replace(problem, calibrate=calibrate)
+    whole = trained(problem, EXACT, tmp_path / "whole")
+
+    def stop(training: Training) -> None:
+        if training.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Training(problem, EXACT, LEARNING_RATE), checkpoint(tmp_path / "part"), "one", stop)
+    resumed = trained(problem, EXACT, tmp_path / "part")
+    assert (resumed.history, resumed.checks) == (whole.history, whole.checks)
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(resumed.parameters[name], parameter)
+        assert torch.equal(resumed.best[name], whole.best[name])
+
+
 def test_a_training_without_a_step_resumes_too(problem: TrainingProblem, tmp_path: Path) -> None:
     """Of `--steps 0` the losses are compared, and kept."""
     settings, folder = changed(EXACT, steps=0), checkpoint(tmp_path / "progress")
