@@ -112,7 +112,7 @@ test-families: setup-dev
 	  tests/engine/test_latents.py tests/engine/test_llava_onevision1_5.py tests/engine/test_sliding_windows.py \
 	  tests/nightly/test_real_model.py $(PYTEST_ARGS)
 
-# 10,000 mutated bundles and 2,000 mutated task files.
+# 10,000 mutated bundles, 2,000 mutated task files and 2,000 mutated tables.
 test-mutations: export OMP_NUM_THREADS := 1
 test-mutations: setup-dev
 	$(BIN)/python -m pytest -m slow tests/unit/mutation $(PYTEST_ARGS)

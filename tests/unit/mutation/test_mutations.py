@@ -1,6 +1,7 @@
 """A mutated file is refused with an error of ours, or read as what it is.
 
 A few mutations in every run; 10,000 bundles and 2,000 task files with `make test-mutations`.
+Tables are in `test_tables.py`.
 """
 
 import copy
