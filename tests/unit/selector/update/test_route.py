@@ -18,7 +18,7 @@ from tests.tiny_families import FAMILIES
 
 LANGUAGE = "model.language_model.layers."  # as transformers has them in LLaVA
 TOWER = "model.vision_tower.encoder.layers."
-USUAL: dict[str, Any] = {"wider": 1, "ends": ("q_proj", "v_proj")}  # of A's inputs
+USUAL: dict[str, Any] = {"wider": 1, "ends": ("q_proj", "v_proj")}  # how many times as many inputs A has
 
 
 def adapter(backbone: Backbone, folder: Path, name: Callable[[str], str], of: str = LANGUAGE, **changed: Any) -> Path:
