@@ -24,8 +24,7 @@ from ..backbone.model import Backbone, attention_named
 from .matching import Kept, Queries, kept
 
 COMPACTING: Final = "inducekv_compacting"
-QUERIES: Final = 4096  # R of all blocks, about: of more, each token keeps those of some heads
-LEAST_QUERIES: Final = 1024  # R of a block
+QUERIES: Final = 4096  # R of a block, about: of more, each token keeps those of some heads
 MOVES: Final = 160  # of kept keys and values, in each layer, at most
 WORK: Final = 2**25  # logits of those moves, in each layer, about
 LONG: Final = 1024  # tokens of a text, whose reading takes the time of half of that work; of a longer one more
@@ -106,8 +105,7 @@ class _Compacting:
         layer, dtype = len(self.found), query.dtype
         with torch.autocast(query.device.type, enabled=False):
             asking = self._of_parts(query.float(), key.float(), value.float())
-            most = max(LEAST_QUERIES, QUERIES // len(self._parts))
-            queries = [_queries(each, scaling, most) for each in asking]
+            queries = [_queries(each, scaling) for each in asking]
             moves = self._moves(queries)
             outputs, found = list[Tensor](), list[Kept]()
             for part, of_part, references in zip(self._parts, queries, asking, strict=True):
@@ -141,10 +139,10 @@ class Own(NamedTuple):
     value: Tensor  # [1, J, T, V]
 
 
-def _queries(references: Sequence[Own], scaling: float, most: int) -> Queries:
-    """Of the KV heads, about so many of each, and what they see of their own references."""
+def _queries(references: Sequence[Own], scaling: float) -> Queries:
+    """Of the KV heads, about `QUERIES` of each, and what they see of their own references."""
     (_, H, _, D), J = references[0].query.shape, references[0].key.shape[1]
-    one_in = max(1, round(sum(each.query.shape[2] for each in references) * H // J / most))
+    one_in = max(1, round(sum(each.query.shape[2] for each in references) * H // J / QUERIES))
     found = list[Queries]()
     for query, key, value in references:
         heads, tokens = torch.arange(H // J), torch.arange(query.shape[2])
