@@ -11,8 +11,9 @@ from inducekv_vllm.bundle import Bundle, read_bundle
 
 BUDGET, M = 4, 2
 NUM_TASKS = 4  # of the whole stream, so that the bytes of a share and of the whole differ
-MEMORIES = [name for name, method in METHODS.items() if method.kind == "bundle"]
-RIVALS = [name for name in METHODS if name not in MEMORIES]
+TEXT_ALONE = "matched_memory"  # the demo world has pictures
+MEMORIES = [name for name, method in METHODS.items() if method.kind == "bundle" and name != TEXT_ALONE]
+RIVALS = [name for name in METHODS if name not in (*MEMORIES, TEXT_ALONE)]
 
 FEW_STEPS = ["steps=2", "batch_size=4", "anchors_per_task=5"]
 FEW_ENTRIES = [f"payload_tokens={M}", "entries_per_task=2", "iterations=2", "inner_steps=1", "learning_rate=0.1"]

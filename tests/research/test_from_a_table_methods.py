@@ -10,6 +10,7 @@ from benchmarks.research.continual.methods.neighbours import PromptReplay
 from benchmarks.research.continual.suites import TaskData
 from selector.data.examples import read_task
 from selector.data.records import Columns
+from selector.refined.settings import usual_precision
 
 
 class BestLora(Lora):
@@ -25,7 +26,7 @@ def test_lora_and_retrieval_are_those_of_the_streams(model: Path, tmp_path: Path
     rows = learned.Rows(model, read_task(command.TABLES / "train.csv", Columns("ticket", "team", task="support")), ())
     training, validation = rows.split()
     task = TaskData("support", tuple(training), tuple(validation))
-    lora = BestLora(steps=3, batch_size=4, precision="float32", rank=2)
+    lora = BestLora(steps=3, batch_size=4, precision=usual_precision(), rank=2)
     for name, learn, method in (
         ("lora", learned.by_lora(2, steps=3), lora),
         ("retrieval", learned.by_retrieval, PromptReplay(key="early")),
