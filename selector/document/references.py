@@ -6,8 +6,8 @@ Each conversation stands behind the text, as a request of a user will, and all i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def references(backbone: Backbone, text: str, most: int) -> list[Tensor]:
     found = list[Tensor]()
     for turns in (repeated, asked):
         conversations = min(len(turns), math.ceil(tokens(turns) / CONVERSATION))
-        found += [_tokens(backbone, turns[start::conversations]) for start in range(conversations)]
+        found += [conversation(backbone, _messages(turns[start::conversations])) for start in range(conversations)]
     return found
 
 
@@ -57,7 +57,11 @@ def repeat(chunk: str) -> str:
     return f'Repeat the part of the text that begins with "{" ".join(first.split()[:BEGINNING])}".'
 
 
-def _tokens(backbone: Backbone, turns: Sequence[tuple[str, str]]) -> Tensor:
-    messages = [message(role, said) for turn in turns for role, said in zip(("user", "assistant"), turn, strict=True)]
+def conversation(backbone: Backbone, messages: Sequence[Mapping[str, Any]]) -> Tensor:
+    """The tokens of its turns, [T] int64."""
     text = backbone.chat_text(messages, generation_prompt=False)
     return torch.tensor(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _messages(turns: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    return [message(role, said) for turn in turns for role, said in zip(("user", "assistant"), turn, strict=True)]

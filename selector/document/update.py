@@ -21,6 +21,7 @@ from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
 from ..gate.fit import FittedGate, fit_gate
 from ..gate.settings import GateOptions
+from ..imported.bundle import untrained_bundle
 from ..imported.prefix import require_distances
 from ..refined.report import report_update
 from ..runtime.progress import note
@@ -100,20 +101,13 @@ def bundle_of(
     fitted: FittedGate,
 ) -> Bundle:
     """The memories behind the gate. Raises BundleError: numbers are beyond float16."""
-    B, L, d = len(found), backbone.num_layers, backbone.hidden_size
     documents = {each.text.name: each.report for each in found}
-    return Bundle.create(
-        retrieval_keys=torch.full((B, d), d**-0.5),  # the gate chooses
-        payload_keys=torch.stack([each.keys for each in found], dim=1),
-        payload_values=torch.stack([each.values for each in found], dim=1),
-        temperature=1.0,
-        value_gates=torch.ones(L),
-        layer_bias=torch.zeros(L),
-        backbone=backbone.fingerprint,
-        budget=B,
+    return untrained_bundle(
+        backbone,
+        torch.stack([each.keys for each in found], dim=1),
+        torch.stack([each.values for each in found], dim=1),
+        [each.text.document.record for each in found],
         parent_digest=None if inputs.previous is None else inputs.previous.digest,
-        entries=tuple(each.text.document.record for each in found),
-        weighting="uniform",
         recipe=DOCUMENT,
         settings=settings.model_dump() | {"documents": documents, **fitted.recorded},
         gate=fitted.gate,

@@ -1,6 +1,10 @@
-"""A bundle of one entry: the keys and values of p tokens, each of which every request sees like one of its own."""
+"""Bundles of keys and values that nothing trained: a request sees each token like one of its own."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from inducekv_vllm.backbone.checkpoints import load_config
 from inducekv_vllm.bundle import Bundle, EntryRecord, PayloadDtype
@@ -26,21 +30,44 @@ def import_source(backbone: Backbone, source: Source, *, task: str, dtype: Paylo
     require_distances(backbone)
     prefix, dtype = source.prefix(backbone), dtype or _dtype_of(backbone)
     _check_range(prefix, dtype)
-    L, d = backbone.num_layers, backbone.hidden_size
+    return untrained_bundle(
+        backbone,
+        prefix.keys[:, None],
+        prefix.values[:, None],
+        [EntryRecord(id=task, task=task, source_digest=source.digest)],
+        recipe=IMPORTED,
+        settings=source.settings,
+        payload_dtype=dtype,
+    )
+
+
+def untrained_bundle(
+    backbone: Backbone, keys: Tensor, values: Tensor, entries: Sequence[EntryRecord], **others: Any
+) -> Bundle:
+    """Merged memory of B entries of weight 1, without calibration.
+
+    Args:
+        keys: [L, B, J, m, D], float.
+        values: [L, B, J, m, V], float.
+        entries: B records.
+        others: what else `Bundle.create` takes.
+
+    Raises:
+        BundleError: as `Bundle.create` does.
+    """
+    L, B, d = backbone.num_layers, len(entries), backbone.hidden_size
     return Bundle.create(
-        retrieval_keys=torch.full((1, d), d**-0.5),  # there is nothing to choose from
-        payload_keys=prefix.keys[:, None],
-        payload_values=prefix.values[:, None],
+        retrieval_keys=torch.full((B, d), d**-0.5),  # nothing is chosen by them
+        payload_keys=keys,
+        payload_values=values,
         temperature=1.0,
         value_gates=torch.ones(L),
         layer_bias=torch.zeros(L),
         backbone=backbone.fingerprint,
-        budget=1,
-        entries=(EntryRecord(id=task, task=task, source_digest=source.digest),),
+        budget=B,
+        entries=tuple(entries),
         weighting="uniform",
-        recipe=IMPORTED,
-        settings=source.settings,
-        payload_dtype=dtype,
+        **others,
     )
 
 

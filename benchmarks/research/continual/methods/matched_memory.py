@@ -26,7 +26,9 @@ from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.document.compaction import Compacted, Part, compacted
+from selector.document.references import conversation
 from selector.document.text import Block, read
+from selector.imported.bundle import untrained_bundle
 from selector.update.measures import memory_bytes
 
 MOST_SHOWN = 2048  # tokens of examples that are compacted, and that ask about them, each at most
@@ -74,19 +76,12 @@ def bundle_of(backbone: Backbone, found: Compacted, before: Bundle | None, task:
     if before is not None:
         keys = torch.cat([before.payload_keys, keys], dim=3)
         values = torch.cat([before.payload_values, values], dim=3)
-    L, d = backbone.num_layers, backbone.hidden_size
-    return Bundle.create(
-        retrieval_keys=torch.full((1, d), d**-0.5),  # there is nothing to choose from
-        payload_keys=keys,
-        payload_values=values,
-        temperature=1.0,
-        value_gates=torch.ones(L),
-        layer_bias=torch.zeros(L),
-        backbone=backbone.fingerprint,
-        budget=1,
+    return untrained_bundle(
+        backbone,
+        keys,
+        values,
+        [EntryRecord(id=f"{task}/0", task=task, source_digest="0" * 64)],
         parent_digest=None if before is None else before.digest,
-        entries=(EntryRecord(id=f"{task}/0", task=task, source_digest="0" * 64),),
-        weighting="uniform",
         recipe="matched",
         settings={},
     )
@@ -96,9 +91,7 @@ def _within(backbone: Backbone, examples: Sequence[Example], most: int) -> list[
     """The first examples with their answers, [T] int64 each, so many tokens in all."""
     found, total = list[Tensor](), 0
     for example in examples:
-        turns = [*example.messages, message("assistant", example.answer)]
-        text = backbone.chat_text(turns, generation_prompt=False)
-        ids = torch.tensor(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = conversation(backbone, [*example.messages, message("assistant", example.answer)])
         if found and total + len(ids) > most:
             break
         found.append(ids)
