@@ -67,11 +67,11 @@ def main() -> int:
             for name, own in flags.items()
         ]
         urls = dict(zip(flags, (wait() for wait in waits), strict=True))
-        prompt = reads_at_once()
+        goes_first = reads_at_once()
         rounds = asyncio.run(measure(urls, probed, members, args))
     known = {"benchmark": "a warm name of a fleet", "bundles": args.bundles, "pool_entries": int(room)}
-    known |= {"client_goes_first": prompt}
-    keep({**known, "rate": args.rate, "rounds": args.rounds, **summary(rounds)}, args.output)
+    known |= {"rate": args.rate, "rounds": args.rounds, "client_goes_first": goes_first}
+    keep({**known, **summary(rounds)}, args.output)
     return 0
 
 
