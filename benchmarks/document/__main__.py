@@ -4,7 +4,9 @@
 
 Each document has 30 questions for its values; an answer is right if it has the value. Rows: nothing; retrieved pieces
 of the document in the prompt; the whole document in the prompt; all of its keys and values in front of the request, as
-a cached prefix has them; and what is left of them. Each row is kept in the work folder when it is done.
+a cached prefix has them; what is left of them; that after steps through the model (`inducekv-select --steps`), and the
+same steps from tokens of the text that nothing has fitted, which is self-study; and a LoRA adapter, which learns the
+same turns. Each row is kept in the work folder when it is done.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -22,6 +24,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.document.documents import DOCUMENTS, Asked
+from benchmarks.document.lora import adapted
 from benchmarks.document.retrieval import retriever
 from benchmarks.real.model import model_folder
 from benchmarks.record import keep, parser_of
@@ -34,10 +37,15 @@ from selector.backbone.prefix import cached_at
 from selector.backbone.tiled_attention import tiled_attention
 from selector.document.chunks import chunks_of
 from selector.document.compaction import memory_of
-from selector.document.text import ReadText, Text, compacted_text, joined
+from selector.document.settings import DocumentSettings
+from selector.document.text import CompactedText, ReadText, Text, compacted_text, joined, trained_text
+from selector.document.update import products
+from selector.refined.settings import usual_precision
 
 MODEL: Final = "qwen2.5-0.5b"
 SHARES: Final = (2, 4, 8, 16)
+TRAINED: Final = (8, 4, 16)  # of these
+STEPS: Final = 40
 PIECE: Final = 64  # tokens of a piece that is retrieved
 TOKENS: Final = 24  # of an answer, at most
 BATCH: Final = 30  # questions
@@ -77,7 +85,11 @@ class Compared:
             WHOLE: self._whole,
         }
         for share in SHARES:
-            self.rows[f"1/{share}"] = lambda share=share: self._compacted(share)  # type: ignore[misc]
+            self.rows[f"1/{share}"] = partial(self._memory, self._compacted, share)
+        for share in TRAINED:
+            self.rows[f"1/{share}, {STEPS} steps"] = partial(self._memory, self._compacted, share, STEPS)
+        self.rows[f"self-study: 1/{TRAINED[0]}, {STEPS} steps"] = partial(self._memory, self._spread, TRAINED[0], STEPS)
+        self.rows["LoRA"] = self._lora
         options.work.mkdir(parents=True, exist_ok=True)
 
     @cached_property
@@ -126,14 +138,33 @@ class Compared:
         whole, taken = self.read
         return self._measured(joined(whole.memories)) | taken | {"mb": self._mb(self.text.tokens)}
 
-    def _compacted(self, share: int) -> dict[str, Any]:
+    def _memory(self, kept: Callable[[int], CompactedText], share: int, steps: int = 0) -> dict[str, Any]:
         """The text is read once for all shares; its seconds count for each."""
         whole, of_reading = self.read
-        began = Clock()
-        found = compacted_text(self.backbone, whole, self.text.tokens // share)
+        began, settings = Clock(), DocumentSettings(steps=steps, precision=usual_precision())
+        with products(self.backbone, settings):
+            found = kept(self.text.tokens // share)
+            if steps:
+                found = trained_text(self.backbone, whole, found, settings, progress=True)
         taken = {name: seconds + of_reading[name] for name, seconds in began.taken.items()}
         memory = memory_of(found.keys, found.values, self.backbone.hidden_size)
         return self._measured(memory) | taken | {"mb": self._mb(found.keys.shape[2])} | found.report
+
+    def _compacted(self, m: int) -> CompactedText:
+        return compacted_text(self.backbone, self.read[0], m)
+
+    def _spread(self, m: int) -> CompactedText:
+        """m of the text's tokens, evenly, as they are."""
+        whole, _ = self.read
+        memory = joined(whole.memories)
+        rows = torch.arange(m) * self.text.tokens // m
+        keys, values = (each[:, 0][:, :, rows] for each in (memory.payload_keys, memory.payload_values))
+        return whole.kept(self.backbone, keys, values, attention=1.0)
+
+    def _lora(self) -> dict[str, Any]:
+        began = Clock()
+        with adapted(self.backbone, [turn for of_block in self.read[0].turns for turn in of_block]) as size:
+            return began.taken | {"mb": size / 1e6} | self._measured(None)
 
     @cached_property
     def read(self) -> tuple[ReadText, dict[str, float]]:

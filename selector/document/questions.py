@@ -45,7 +45,7 @@ def questions_asked(
         for said in _sampled(backbone, places[start : start + SAMPLED], rng.getrandbits(32)):
             text = question_in(said)
             if text is not None and text != SHOWN:
-                found.setdefault(text, _example(text, "", task, f"question/{len(found)}"))
+                found.setdefault(text, question(text, "", task, f"question/{len(found)}"))
     return list(found.values())
 
 
@@ -70,7 +70,7 @@ def clozes_of(pieces: Sequence[str], task: str, seed: int) -> list[Example]:
                 word = rng.choice(words)
                 blank = f"{sentence[: word.start()]}{BLANK}{sentence[word.end() :]}"
                 text = f'Write this sentence of "{task}" and fill in the blank: {blank}'
-                found.setdefault(text, _example(text, sentence, task, f"cloze/{len(found)}"))
+                found.setdefault(text, question(text, sentence, task, f"cloze/{len(found)}"))
     return rng.sample(list(found.values()), len(found))
 
 
@@ -97,7 +97,8 @@ def _sampled(backbone: Backbone, pieces: Sequence[str], seed: int) -> list[str]:
     return said
 
 
-def _example(text: str, answer: str, task: str, identity: str) -> Example:
+def question(text: str, answer: str, task: str, identity: str) -> Example:
+    """As a request of one turn. An answer of a question that has none is empty."""
     messages = (message("user", text),)
     digest = source_digest_of(messages, [])
     return Example(id=identity, task=task, messages=messages, images=(), answer=answer, source_digest=digest)

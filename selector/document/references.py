@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,24 +25,28 @@ CONVERSATION: Final = 320  # tokens, about
 AROUND: Final = 5  # tokens that a chat template puts around what is said, about
 
 
-def references(backbone: Backbone, text: str, most: int) -> list[Tensor]:
-    """The tokens of each conversation, [T] int64: all of the text is repeated, `most` tokens or so ask about it.
+class Turn(NamedTuple):
+    """What is asked about a text, and what it says."""
 
-    What repeats and what asks is not in one conversation: there it could be read off what was said before.
+    asked: str
+    said: str
+
+
+def turns_about(backbone: Backbone, text: str, most: int) -> tuple[list[Turn], list[Turn]]:
+    """Those that repeat all of the text, and those that ask what its sentences say: of these `most` tokens or so."""
+    asked = [Turn(about(sentence), sentence) for sentence in sentences_of(text)]
+    asked = spread(asked, max(1, len(asked) * most // max(1, _tokens(backbone, asked))))
+    return [Turn(repeat(part), part) for part in chunks_of(text, partial(_count, backbone), PART)], asked
+
+
+def references(backbone: Backbone, *kinds: Sequence[Turn]) -> list[Tensor]:
+    """The tokens of conversations, [T] int64 each.
+
+    Turns that repeat and turns that ask are not in one: there an answer could be read off what was said before.
     """
-
-    def count(text: str) -> int:
-        return len(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def tokens(turns: Sequence[tuple[str, str]]) -> int:
-        return sum(count(said) + AROUND for turn in turns for said in turn)
-
-    repeated = [(repeat(part), part) for part in chunks_of(text, count, PART)]
-    asked = [(about(sentence), sentence) for sentence in sentences_of(text)]
-    asked = spread(asked, max(1, len(asked) * most // max(1, tokens(asked))))
     found = list[Tensor]()
-    for turns in (repeated, asked):
-        conversations = min(len(turns), math.ceil(tokens(turns) / CONVERSATION))
+    for turns in kinds:
+        conversations = min(len(turns), math.ceil(_tokens(backbone, turns) / CONVERSATION))
         found += [conversation(backbone, _messages(turns[start::conversations])) for start in range(conversations)]
     return found
 
@@ -63,5 +68,13 @@ def conversation(backbone: Backbone, messages: Sequence[Mapping[str, Any]]) -> T
     return torch.tensor(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _messages(turns: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     return [message(role, said) for turn in turns for role, said in zip(("user", "assistant"), turn, strict=True)]
+
+
+def _tokens(backbone: Backbone, turns: Sequence[Turn]) -> int:
+    return sum(_count(backbone, said) + AROUND for turn in turns for said in turn)
+
+
+def _count(backbone: Backbone, text: str) -> int:
+    return len(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -28,7 +28,9 @@ from ..backbone.tiled_attention import tiled_attention
 from ..data.document import Document
 from .chunks import chunks_of, spread
 from .compaction import Part, compacted, memory_of
-from .references import references, repeat
+from .references import Turn, references, repeat, turns_about
+from .settings import DocumentSettings
+from .training import trained
 
 LEAST_TOKENS: Final = 128  # of a document: less is a prompt, or a fact
 READ: Final = 8192  # tokens of a reading, at most
@@ -104,7 +106,8 @@ class ReadText:
 
     text: Text
     memories: list[TensorMemory]  # of each block
-    references: list[list[Tensor]]  # of each block, see `references`
+    turns: list[list[Turn]]  # of each block
+    references: list[list[Tensor]]  # of each block: those turns, see `references`
     nats: dict[str, float]  # of a token of the text that is to be repeated: with nothing, and with all of it
 
     @classmethod
@@ -112,10 +115,17 @@ class ReadText:
         memories = [memory for reading in text.readings for memory in read(backbone, reading)]
         pieces = spread(text.pieces, SCORED)
         nats = {"nothing": nats_of(backbone, pieces, None), "whole": nats_of(backbone, pieces, joined(memories))}
-        asking = [
-            references(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens) for block in text.blocks
+        kinds = [
+            turns_about(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens) for block in text.blocks
         ]
-        return cls(text, memories, asking, nats)
+        turns = [[*repeated, *asked] for repeated, asked in kinds]
+        return cls(text, memories, turns, [references(backbone, *each) for each in kinds], nats)
+
+    def kept(self, backbone: Backbone, keys: Tensor, values: Tensor, attention: float) -> CompactedText:
+        """With what the text's pieces have of log-probability; arguments are its fields."""
+        memory = memory_of(keys, values, backbone.hidden_size)
+        nats = nats_of(backbone, spread(self.text.pieces, SCORED), memory)
+        return CompactedText(self.text, keys, values, attention, self.nats | {"kept": nats})
 
 
 @dataclass(frozen=True)
@@ -154,8 +164,16 @@ def compacted_text(backbone: Backbone, whole: ReadText, m: int) -> CompactedText
         if end > begin
     ]
     found = compacted(backbone, parts)
-    left = nats_of(backbone, spread(text.pieces, SCORED), found.memory(backbone.hidden_size))
-    return CompactedText(text, found.keys, found.values, float(found.lost.mean()), whole.nats | {"kept": left})
+    return whole.kept(backbone, found.keys, found.values, float(found.lost.mean()))
+
+
+def trained_text(
+    backbone: Backbone, whole: ReadText, found: CompactedText, settings: DocumentSettings, progress: bool
+) -> CompactedText:
+    """Raises TaskDataError, BundleError: as `trained` does."""
+    turns = [turn for of_block in whole.turns for turn in of_block]
+    memory = trained(backbone, memory_of(found.keys, found.values, backbone.hidden_size), turns, settings, progress)
+    return whole.kept(backbone, memory.payload_keys[:, 0], memory.payload_values[:, 0], found.attention)
 
 
 def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:

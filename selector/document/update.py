@@ -31,7 +31,7 @@ from ..update.result import UpdateResult
 from .chunks import spread
 from .questions import clozes_of, questions_asked
 from .settings import DOCUMENT, DocumentSettings
-from .text import CompactedText, ReadText, Text, compacted_text
+from .text import CompactedText, ReadText, Text, compacted_text, trained_text
 
 SHARES: Final = (2, 4, 8, 16)  # that a dry run tells of
 VALIDATED: Final = 16  # sentences with a word left out, at most, that the report asks of each document
@@ -52,7 +52,7 @@ def update_document(
     m = tokens_of_memory(texts, settings)
     clozes = {text.name: _clozes(text, settings.seed) for text in texts}
     with products(backbone, settings):
-        found = [compacted_text(backbone, ReadText.of(backbone, text), m) for text in texts]
+        found = [_kept(backbone, text, m, settings, run.progress) for text in texts]
         if run.progress:
             for each in found:
                 note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")
@@ -147,6 +147,12 @@ def check_documents(inputs: TaskInputs) -> None:
                 f"the previous bundle has the entry {entry.id!r}, expected documents that are given again: "
                 f"found {', '.join(map(repr, names))}"
             )
+
+
+def _kept(backbone: Backbone, text: Text, m: int, settings: DocumentSettings, progress: bool) -> CompactedText:
+    whole = ReadText.of(backbone, text)
+    found = compacted_text(backbone, whole, m)
+    return trained_text(backbone, whole, found, settings, progress) if settings.steps else found
 
 
 def _asked(backbone: Backbone, text: Text, settings: DocumentSettings, run: Run) -> list[Example]:

@@ -13,7 +13,7 @@ from selector.backbone.generation import score
 from selector.backbone.model import Backbone
 from selector.document.compaction import Part, compacted
 from selector.document.matching import kept
-from selector.document.references import about, references, repeat
+from selector.document.references import about, references, repeat, turns_about
 from selector.document.text import Block, read
 
 MANY = 10**6  # tokens of references
@@ -25,11 +25,15 @@ def ids_of(llama: Backbone, text: str) -> Tensor:
     return ids
 
 
+def asking(llama: Backbone, text: str, most: int = MANY) -> list[Tensor]:
+    return references(llama, *turns_about(llama, text, most))
+
+
 def test_all_tokens_are_the_text_before_the_request(folder: Path, llama: Backbone) -> None:
     """Transformers' log-probabilities behind the text, in float64."""
     ids = ids_of(llama, TEXT)
     (text,) = read(llama, [Block(ids, TEXT, [])])
-    memory = compacted(llama, [Part(text, references(llama, TEXT, MANY), len(ids))]).memory(llama.hidden_size)
+    memory = compacted(llama, [Part(text, asking(llama, TEXT), len(ids))]).memory(llama.hidden_size)
     prompt, answer = llama.encode([{"role": "user", "content": [{"type": "text", "text": "When?"}]}], []), [5, 9, 13]
     (ours,) = score(llama, [prompt], [answer], memory, memory.terms(memory.retrieval_keys))
     whole = torch.cat([ids, prompt["input_ids"][0], torch.tensor(answer)])
@@ -51,7 +55,7 @@ def test_later_layers_are_asked_by_what_has_seen_the_earlier_ones(
 
     monkeypatch.setattr("selector.document.compaction.kept", watched)
     (text,) = read(llama, [Block(ids_of(llama, TEXT), TEXT, [])])
-    asked = references(llama, TEXT, MANY)[:1]
+    asked = asking(llama, TEXT)[:1]
     found = compacted(llama, [Part(text, asked, 9)])
     asked_first = list(seen)
     seen.clear()
@@ -79,7 +83,7 @@ def test_blocks_are_compacted_as_if_each_were_alone(llama: Backbone) -> None:
     texts = ["The kestrel valve opens at 37 bar.", "It is checked every 12 days by the north team."]
     memories = read(llama, [Block(ids_of(llama, text), text, []) for text in texts])
     parts = [
-        Part(memory, references(llama, text, MANY), tokens)
+        Part(memory, asking(llama, text), tokens)
         for memory, text, tokens in zip(memories, texts, (5, 8), strict=True)
     ]
     together, alone = compacted(llama, parts), [compacted(llama, [part]) for part in parts]
@@ -92,7 +96,7 @@ def test_what_asks(llama: Backbone) -> None:
     """Parts are repeated to their ends, sentences are asked about by how they begin, each in a conversation."""
     assert repeat(TEXT) == 'Repeat the part of the text that begins with "The kestrel valve opens at 37 bar.".'
     assert about("The plover valve is new and green.") == "What does the text say about The plover valve is new?"
-    texts = [llama.tokenizer.decode(ids) for ids in references(llama, TEXT, MANY)]
+    texts = [llama.tokenizer.decode(ids) for ids in asking(llama, TEXT)]
     repeated = [text for text in texts if "Repeat the part" in text]
     asked = [text for text in texts if "What does the text say about" in text]
     assert len(texts) == len(repeated) + len(asked)
@@ -104,7 +108,7 @@ def test_less_is_asked_about_a_text_if_there_is_no_room_and_all_is_repeated(llam
     sentences = [f"The valve number {at} opens at {at} bar." for at in range(60)]
     found = []
     for most in (MANY, 1200, 400):
-        texts = [llama.tokenizer.decode(ids) for ids in references(llama, " ".join(sentences), most)]
+        texts = [llama.tokenizer.decode(ids) for ids in asking(llama, " ".join(sentences), most)]
         repeated = "".join(text for text in texts if "Repeat the part" in text)
         assert all(sentence in repeated for sentence in sentences)
         found.append(sum(text.count("What does the text say") for text in texts))

@@ -62,6 +62,16 @@ def test_all_tokens_lose_nothing_and_fewer_lose_more(llama: Backbone, taught: se
     assert lost[1]["attention"] < taught.report["documents"]["valves"]["lost"]["attention"] < lost[16]["attention"]
 
 
+def test_steps_from_there_say_more_of_the_text(llama: Backbone, taught: selector.Taught) -> None:
+    """What attention loses is said of the compaction; the gate is the same."""
+    found = teach(llama, VALVES, payload_tokens=32, steps=8)
+    before, after = (each.report["documents"]["valves"] for each in (taught, found))
+    assert after["nats_of_a_token"]["kept"] < before["nats_of_a_token"]["kept"] - 0.1
+    assert after["lost"]["attention"] == before["lost"]["attention"]
+    assert not torch.equal(found.bundle.payload_keys, taught.bundle.payload_keys)
+    assert found.bundle.payload_keys.shape == taught.bundle.payload_keys.shape
+
+
 def test_two_documents_in_one_bundle_and_their_next_version(llama: Backbone, taught: selector.Taught) -> None:
     """The memory's size is taken over; a document that is left out is named; facts of people stay."""
     fact = FactRecord(id="mine", task="valves", source_digest="mine", question="What is mine?", answer="it")
@@ -178,7 +188,7 @@ def test_a_task_cannot_continue_a_document(
     [
         (["--task", "a.csv"], "expected either --task or --document"),
         (["--recipe", "paper"], "--recipe is for the recipe 'refined' and 'paper', and this run's is 'document'"),
-        (["--steps", "5"], "--steps is for the recipe 'refined', and this run's is 'document'"),
+        (["--map-rank", "5"], "--map-rank is for the recipe 'refined', and this run's is 'document'"),
         (["--columns", "prompt=a"], "--columns is for the recipe 'refined' and 'paper', and this run's is 'document'"),
     ],
 )
