@@ -14,7 +14,7 @@ from selector.document.questions import question
 from selector.document.references import Turn
 from selector.refined.settings import usual_precision
 
-RANK, RATE, STEPS, BATCH = 1, 1e-3, 200, 4
+RANK, RATE, STEPS, BATCH = 1, 1e-3, 100, 4
 
 
 @contextmanager
