@@ -41,6 +41,7 @@ def trained(
     steps = RefinedSettings(
         form="merged", steps=settings.steps, patience=None, precision=settings.precision, seed=settings.seed
     )
-    with progress_bar("Training", settings.steps, progress) as advance, tiled_attention(backbone):
+    steps_alone = torch.autocast(backbone.device.type, enabled=False)  # a step's products are of its own precision
+    with steps_alone, progress_bar("Training", settings.steps, progress) as advance, tiled_attention(backbone):
         problem = TrainingProblem(Scorer(backbone), memory, asked, prior, nothing, calibrate=False)
         return train(Training(problem, steps, RATE), None, "", lambda now: advance(now.step, progress_text(now)))

@@ -62,9 +62,11 @@ def test_all_tokens_lose_nothing_and_fewer_lose_more(llama: Backbone, taught: se
     assert lost[1]["attention"] < taught.report["documents"]["valves"]["lost"]["attention"] < lost[16]["attention"]
 
 
-def test_steps_from_there_say_more_of_the_text(llama: Backbone, taught: selector.Taught) -> None:
-    """What attention loses is said of the compaction; the gate is the same."""
-    found = teach(llama, VALVES, payload_tokens=32, steps=8)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_steps_from_there_say_more_of_the_text(llama: Backbone, precision: str) -> None:
+    """What attention loses is said of the compaction."""
+    taught = teach(llama, VALVES, payload_tokens=32, precision=precision)
+    found = teach(llama, VALVES, payload_tokens=32, precision=precision, steps=8)
     before, after = (each.report["documents"]["valves"] for each in (taught, found))
     assert after["nats_of_a_token"]["kept"] < before["nats_of_a_token"]["kept"] - 0.1
     assert after["lost"]["attention"] == before["lost"]["attention"]
