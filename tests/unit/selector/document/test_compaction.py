@@ -83,8 +83,7 @@ def test_blocks_are_compacted_as_if_each_were_alone(llama: Backbone) -> None:
     texts = ["The kestrel valve opens at 37 bar.", "It is checked every 12 days by the north team."]
     memories = read(llama, [Block(ids_of(llama, text), text, []) for text in texts])
     parts = [
-        Part(memory, asking(llama, text), tokens)
-        for memory, text, tokens in zip(memories, texts, (5, 8), strict=True)
+        Part(memory, asking(llama, text), tokens) for memory, text, tokens in zip(memories, texts, (5, 8), strict=True)
     ]
     together, alone = compacted(llama, parts), [compacted(llama, [part]) for part in parts]
     for name in ("keys", "values"):
