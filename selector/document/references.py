@@ -20,7 +20,7 @@ from .chunks import chunks_of, sentences_of, spread
 
 BEGINNING: Final = 8  # words of a part that name it
 SUBJECT: Final = 5  # words of a sentence that are asked about
-PART: Final = 128  # tokens that are repeated in one turn
+PART: Final = 64  # tokens that are repeated in one turn
 CONVERSATION: Final = 320  # tokens, about
 AROUND: Final = 5  # tokens that a chat template puts around what is said, about
 
