@@ -96,7 +96,7 @@ def killed_while_swapping(world: World, tmp_path: Path, victim: str, seed: int, 
         os.kill(process_of(log, victim), signal.SIGKILL)
         swapping.ends()
         for process in others:  # without its server an engine ends by itself, but not at once
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end at any moment
                 process.kill()
     (prompt,) = text_prompts(1, 1)
     with serving(flags, tmp_path / "second.log", ENVIRONMENT) as url:
