@@ -51,6 +51,8 @@ def _ends_start(record: logging.LogRecord) -> bool:
     if record.msg not in FAILED or not record.exc_info:
         return True
     error = record.exc_info[1]
+    if type(error) is ValueError:  # vLLM's own refusals: too little memory is free, a request would not fit, ...
+        error = InduceKVError(f"{' '.join(str(error).split())} (vLLM; VLLM_LOGGING_LEVEL=DEBUG shows where)")
     if isinstance(error, InduceKVError):
         end_start(error)
     elif reason_of_refusal() is not None and not logging.getLogger("vllm").isEnabledFor(logging.DEBUG):

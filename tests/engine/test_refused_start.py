@@ -45,6 +45,18 @@ def test_the_process_that_refuses_and_those_that_wait_for_it_end_without_a_trace
     fail(worker, "WorkerProc hit an exception.", UnsupportedModel("of a request"))  # it has started
 
 
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_what_vllm_refuses_itself_ends_with_its_reason_in_one_line(run: Path, logger: str) -> None:
+    """Too little memory that is free, for instance. Other errors are shown with their tracebacks."""
+    line = "EngineCore failed to start." if logger == LOGGERS[0] else "WorkerProc failed to start."
+    for error in (RuntimeError("a bug"), KeyError("a bug"), UnicodeError("not text")):
+        fail(logger, line, error)
+    with pytest.raises(SystemExit):
+        fail(logger, line, ValueError("Available memory is less than desired.\nTo resolve: decrease it."))
+    reason = "Available memory is less than desired. To resolve: decrease it."
+    assert reason_of_refusal() == f"{reason} (vLLM; VLLM_LOGGING_LEVEL=DEBUG shows where)"
+
+
 def test_for_debugging_they_are_shown(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "vllm")
     fail(LOGGERS[0], "EngineCore failed to start.", UnsupportedModel("it would be wrong"))
