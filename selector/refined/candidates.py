@@ -31,6 +31,8 @@ from .settings import RefinedSettings
 from .training import StepRecord, Training, TrainingProblem, train
 
 LEARNING_RATES: Final = (0.1, 0.3)
+WIDE: Final = 768  # hidden size from which rates are lower: 576 (SmolLM2) wants those above, 896 (Qwen2.5-0.5B) these
+RATES_IF_WIDE: Final = (0.02, 0.1)
 # Standard errors within which two losses are as good. A hybrid's state cannot go back: a second pass is one over all of
 # a prompt, or over what follows its last cached state.
 AS_GOOD: Final = 1.0
@@ -161,7 +163,8 @@ def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]], wi
 
 
 def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_layer: int) -> list[Candidate]:
-    rates = LEARNING_RATES if settings.learning_rate is None else (settings.learning_rate,)
+    searched = LEARNING_RATES if problem.scorer.backbone.hidden_size < WIDE else RATES_IF_WIDE
+    rates = searched if settings.learning_rate is None else (settings.learning_rate,)
     return [
         Candidate(activation, Training(each, settings, rate))
         for activation, each in _latest_first(problem, settings, gate_layer)
