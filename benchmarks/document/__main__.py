@@ -39,12 +39,13 @@ from selector.document.chunks import chunks_of
 from selector.document.compaction import memory_of
 from selector.document.settings import DocumentSettings
 from selector.document.text import CompactedText, ReadText, Text, compacted_text, joined, trained_text
-from selector.document.update import products
 from selector.refined.settings import usual_precision
+from selector.runtime.running import Run
 
 MODEL: Final = "qwen2.5-0.5b"
 SHARES: Final = (2, 4, 8, 16)
-TRAINED: Final = (8, 4, 16)  # of these
+TRAINED: Final = (4, 8, 16)  # of these
+STUDIED: Final = 8  # of self-study
 STEPS: Final = 40
 PIECE: Final = 64  # tokens of a piece that is retrieved
 TOKENS: Final = 24  # of an answer, at most
@@ -88,7 +89,7 @@ class Compared:
             self.rows[f"1/{share}"] = partial(self._memory, self._compacted, share)
         for share in TRAINED:
             self.rows[f"1/{share}, {STEPS} steps"] = partial(self._memory, self._compacted, share, STEPS)
-        self.rows[f"self-study: 1/{TRAINED[0]}, {STEPS} steps"] = partial(self._memory, self._spread, TRAINED[0], STEPS)
+        self.rows[f"self-study: 1/{STUDIED}, {STEPS} steps"] = partial(self._memory, self._spread, STUDIED, STEPS)
         self.rows["LoRA"] = self._lora
         options.work.mkdir(parents=True, exist_ok=True)
 
@@ -141,11 +142,10 @@ class Compared:
     def _memory(self, kept: Callable[[int], CompactedText], share: int, steps: int = 0) -> dict[str, Any]:
         """The text is read once for all shares; its seconds count for each."""
         whole, of_reading = self.read
-        began, settings = Clock(), DocumentSettings(steps=steps, precision=usual_precision())
-        with products(self.backbone, settings):
-            found = kept(self.text.tokens // share)
-            if steps:
-                found = trained_text(self.backbone, whole, found, settings, progress=True)
+        began, found = Clock(), kept(self.text.tokens // share)
+        if steps:
+            settings = DocumentSettings(steps=steps, precision=usual_precision())
+            found = trained_text(self.backbone, whole, found, settings, Run(progress=True), self.options.document)
         taken = {name: seconds + of_reading[name] for name, seconds in began.taken.items()}
         memory = memory_of(found.keys, found.values, self.backbone.hidden_size)
         return self._measured(memory) | taken | {"mb": self._mb(found.keys.shape[2])} | found.report
@@ -159,12 +159,14 @@ class Compared:
         memory = joined(whole.memories)
         rows = torch.arange(m) * self.text.tokens // m
         keys, values = (each[:, 0][:, :, rows] for each in (memory.payload_keys, memory.payload_values))
-        return whole.kept(self.backbone, keys, values, attention=1.0)
+        return whole.measured(self.backbone, keys, values, attention=None)
 
     def _lora(self) -> dict[str, Any]:
+        whole, of_reading = self.read
         began = Clock()
-        with adapted(self.backbone, [turn for of_block in self.read[0].turns for turn in of_block]) as size:
-            return began.taken | {"mb": size / 1e6} | self._measured(None)
+        with adapted(self.backbone, whole.examples) as size:
+            taken = {name: seconds + of_reading[name] for name, seconds in began.taken.items()}
+            return taken | {"mb": size / 1e6} | self._measured(None)
 
     @cached_property
     def read(self) -> tuple[ReadText, dict[str, float]]:

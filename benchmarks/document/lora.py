@@ -10,17 +10,15 @@ from benchmarks.lora_adapter import attach
 from inducekv_vllm.backbone.footprint import FLOAT16_BYTES
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.document.questions import question
-from selector.document.references import Turn
+from selector.data.examples import Example
 from selector.refined.settings import usual_precision
 
 RANK, RATE, STEPS, BATCH = 1, 1e-3, 100, 4
 
 
 @contextmanager
-def adapted(backbone: Backbone, turns: Sequence[Turn]) -> Iterator[int]:
+def adapted(backbone: Backbone, examples: Sequence[Example]) -> Iterator[int]:
     """The backbone answers with an adapter of all linear layers; yields its bytes in float16."""
-    examples = [question(turn.asked, turn.said, "turns", f"turn/{at}") for at, turn in enumerate(turns)]
     model = attach(backbone, RANK, seed=0)
     try:
         parameters = [each for each in model.parameters() if each.requires_grad]

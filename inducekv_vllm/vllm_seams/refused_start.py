@@ -6,6 +6,7 @@ With VLLM_LOGGING_LEVEL=DEBUG the tracebacks are there. Elsewhere, as in `Memory
 
 import logging
 import os
+import traceback
 from pathlib import Path
 from typing import Final
 
@@ -51,13 +52,19 @@ def _ends_start(record: logging.LogRecord) -> bool:
     if record.msg not in FAILED or not record.exc_info:
         return True
     error = record.exc_info[1]
-    if type(error) is ValueError:  # vLLM's own refusals: too little memory is free, a request would not fit, ...
+    if type(error) is ValueError and _is_of_vllm(error):  # too little memory is free, a request would not fit, ...
         error = InduceKVError(f"{' '.join(str(error).split())} (vLLM; VLLM_LOGGING_LEVEL=DEBUG shows where)")
     if isinstance(error, InduceKVError):
         end_start(error)
     elif reason_of_refusal() is not None and not logging.getLogger("vllm").isEnabledFor(logging.DEBUG):
         raise SystemExit(STATUS)  # of the process that this one has waited for
     return True
+
+
+def _is_of_vllm(error: ValueError) -> bool:
+    """Whether a line of vLLM's own raised it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"]).startswith("vllm.")
 
 
 def _file() -> Path | None:

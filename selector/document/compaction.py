@@ -47,9 +47,6 @@ class Compacted:
     values: Tensor  # [L, J, m, V]
     lost: Tensor  # [L, J], see `matching.Kept`
 
-    def memory(self, hidden_size: int) -> TensorMemory:
-        return memory_of(self.keys, self.values, hidden_size)
-
 
 def memory_of(keys: Tensor, values: Tensor, hidden_size: int) -> TensorMemory:
     """Merged memory of one entry, whose tokens count like a request's: keys [L, J, m, D], values [L, J, m, V]."""

@@ -27,7 +27,8 @@ class DocumentRecipe(Recipe[DocumentSettings]):
     continues = frozenset({DOCUMENT})
 
     def inherited(self, previous: Bundle, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {} if "share" in given else {"payload_tokens": previous.payload_tokens}
+        steps = {"steps": previous.metadata.settings.get("steps", 0)}
+        return steps if "share" in given else steps | {"payload_tokens": previous.payload_tokens}
 
     def check_model(self, model: str | Path) -> None:
         from inducekv_vllm.backbone.checkpoints import load_config

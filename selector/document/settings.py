@@ -22,7 +22,7 @@ class DocumentSettings(Settings):
     payload_tokens: Annotated[Size | None, Flag("tokens of the memory in each layer; of a document's: by --share")] = (
         None
     )
-    steps: Annotated[int, Field(ge=0), Flag("training steps, at most; of a document's: after compaction")] = 0
+    steps: Annotated[int, Field(ge=0), Flag("training steps, at most; of a document's, after compaction: all")] = 0
     gate_misses: Misses = None
     precision: Annotated[
         Precision,

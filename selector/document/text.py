@@ -26,8 +26,11 @@ from ..backbone.prefix import cached_at
 from ..backbone.scoring import Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.document import Document
+from ..data.examples import Example
+from ..runtime.running import Run
 from .chunks import chunks_of, spread
 from .compaction import Part, compacted, memory_of
+from .questions import question
 from .references import Turn, references, repeat, turns_about
 from .settings import DocumentSettings
 from .training import trained
@@ -106,8 +109,8 @@ class ReadText:
 
     text: Text
     memories: list[TensorMemory]  # of each block
-    turns: list[list[Turn]]  # of each block
-    references: list[list[Tensor]]  # of each block: those turns, see `references`
+    turns: list[Turn]  # of all blocks
+    references: list[list[Tensor]]  # of each block: its turns, see `references`
     nats: dict[str, float]  # of a token of the text that is to be repeated: with nothing, and with all of it
 
     @classmethod
@@ -118,14 +121,26 @@ class ReadText:
         kinds = [
             turns_about(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens) for block in text.blocks
         ]
-        turns = [[*repeated, *asked] for repeated, asked in kinds]
+        turns = [turn for of_block in kinds for of_kind in of_block for turn in of_kind]
         return cls(text, memories, turns, [references(backbone, *each) for each in kinds], nats)
 
-    def kept(self, backbone: Backbone, keys: Tensor, values: Tensor, attention: float) -> CompactedText:
-        """With what the text's pieces have of log-probability; arguments are its fields."""
+    @property
+    def examples(self) -> list[Example]:
+        """The turns, each as a question with its answer."""
+        return [question(turn.asked, turn.said, self.text.name, f"turn/{at}") for at, turn in enumerate(self.turns)]
+
+    def measured(
+        self, backbone: Backbone, keys: Tensor, values: Tensor, attention: float | None, steps: int = 0
+    ) -> CompactedText:
+        """What is left, with what the text's pieces have by it of log-probability; the other fields are given.
+
+        Args:
+            keys: [L, J, m, D].
+            values: [L, J, m, V].
+        """
         memory = memory_of(keys, values, backbone.hidden_size)
         nats = nats_of(backbone, spread(self.text.pieces, SCORED), memory)
-        return CompactedText(self.text, keys, values, attention, self.nats | {"kept": nats})
+        return CompactedText(self.text, keys, values, attention, self.nats | {"kept": nats}, steps)
 
 
 @dataclass(frozen=True)
@@ -135,8 +150,9 @@ class CompactedText:
     text: Text
     keys: Tensor  # [L, J, m, D]
     values: Tensor  # [L, J, m, V]
-    attention: float  # of what the text adds to the outputs of attention, the share that is lost
+    attention: float | None  # of what the text adds to attention's outputs, the share that is lost; None: not measured
     nats: dict[str, float]  # of a token of the text that is to be repeated: with nothing, with all of it, and with this
+    steps: int = 0  # through the model, after what attention lost was measured
 
     @property
     def text_lost(self) -> float:
@@ -148,10 +164,13 @@ class CompactedText:
     def report(self) -> dict[str, Any]:
         """As JSON values."""
         lost = {"attention": self.attention, "log_probability": self.text_lost}
-        return {"tokens": self.text.tokens, "kept": self.keys.shape[2], "lost": lost, "nats_of_a_token": self.nats}
+        sizes = {"tokens": self.text.tokens, "kept": self.keys.shape[2], "steps": self.steps}
+        return sizes | {"lost": lost, "nats_of_a_token": self.nats}
 
     def __str__(self) -> str:
-        return f"loses {self.attention:.1%} of attention's output and {self.text_lost:.1%} of its own log-probability"
+        of_attention = "" if self.attention is None else f"{self.attention:.1%} of attention's output and "
+        after = f"; {self.steps} steps through the model were taken for the latter" if self.steps else ""
+        return f"loses {of_attention}{self.text_lost:.1%} of its own log-probability{after}"
 
 
 def compacted_text(backbone: Backbone, whole: ReadText, m: int) -> CompactedText:
@@ -164,16 +183,17 @@ def compacted_text(backbone: Backbone, whole: ReadText, m: int) -> CompactedText
         if end > begin
     ]
     found = compacted(backbone, parts)
-    return whole.kept(backbone, found.keys, found.values, float(found.lost.mean()))
+    return whole.measured(backbone, found.keys, found.values, float(found.lost.mean()))
 
 
 def trained_text(
-    backbone: Backbone, whole: ReadText, found: CompactedText, settings: DocumentSettings, progress: bool
+    backbone: Backbone, whole: ReadText, found: CompactedText, settings: DocumentSettings, run: Run, name: str
 ) -> CompactedText:
-    """Raises TaskDataError, BundleError: as `trained` does."""
-    turns = [turn for of_block in whole.turns for turn in of_block]
-    memory = trained(backbone, memory_of(found.keys, found.values, backbone.hidden_size), turns, settings, progress)
-    return whole.kept(backbone, memory.payload_keys[:, 0], memory.payload_values[:, 0], found.attention)
+    """After `settings.steps` steps on the text's turns. Raises as `trained` does."""
+    memory = memory_of(found.keys, found.values, backbone.hidden_size)
+    left = trained(backbone, memory, whole.examples, settings, run, name)
+    keys, values = left.payload_keys[:, 0], left.payload_values[:, 0]
+    return whole.measured(backbone, keys, values, found.attention, settings.steps)
 
 
 def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:

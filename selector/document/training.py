@@ -7,6 +7,7 @@ answers of the turns (self-study: Eyuboglu et al., "Cartridges", 2025, arXiv:250
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -15,33 +16,56 @@ from ..backbone.injection import TensorMemory
 from ..backbone.model import Backbone
 from ..backbone.scoring import Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
+from ..data.examples import Example
 from ..refined.candidates import progress_text
-from ..refined.settings import RefinedSettings
+from ..refined.settings import Precision
 from ..refined.training import Training, TrainingProblem, train
 from ..runtime.progress import progress_bar
-from .questions import question
-from .references import Turn
+from ..runtime.running import Run
 from .settings import DocumentSettings
 
 RATE: Final = 0.03  # Muon's: at 0.2 the loss rises
 
 
+@dataclass(frozen=True)
+class Steps:
+    """All are taken: there are no validation questions to stop by."""
+
+    steps: int
+    precision: Precision
+    seed: int
+    batch_size: int = 4
+    patience: None = None
+
+
 def trained(
-    backbone: Backbone, memory: TensorMemory, turns: Sequence[Turn], settings: DocumentSettings, progress: bool
+    backbone: Backbone,
+    memory: TensorMemory,
+    examples: Sequence[Example],
+    settings: DocumentSettings,
+    run: Run,
+    name: str,
 ) -> TensorMemory:
-    """After `settings.steps` steps, each on four of the turns.
+    """After `settings.steps` steps, each on four of the examples.
+
+    Args:
+        name: of the training in a checkpoint and in progress.
 
     Raises:
         TaskDataError: a loss is not finite.
         BundleError: a key or a value has left the range of float16.
+        ConfigError: the progress cannot be written, or its file is damaged.
     """
-    examples = [question(turn.asked, turn.said, "turns", f"turn/{at}") for at, turn in enumerate(turns)]
     asked = Questions(examples, memory.retrieval_keys.expand(len(examples), -1))
     prior, nothing = torch.zeros(len(examples), 1), Questions([], asked.keys[:0])
-    steps = RefinedSettings(
-        form="merged", steps=settings.steps, patience=None, precision=settings.precision, seed=settings.seed
-    )
-    steps_alone = torch.autocast(backbone.device.type, enabled=False)  # a step's products are of its own precision
-    with steps_alone, progress_bar("Training", settings.steps, progress) as advance, tiled_attention(backbone):
+    steps = Steps(settings.steps, settings.precision, settings.seed)
+    alone = torch.autocast(backbone.device.type, enabled=False)  # a step's products are of its own precision
+    with alone, progress_bar(f"Training, {name}", settings.steps, run.progress) as advance, tiled_attention(backbone):
+
+        def after_step(training: Training) -> None:
+            advance(training.step, progress_text(training))
+            for callback in run.callbacks:
+                callback.on_step(name, training.step, training.history[-1].current)
+
         problem = TrainingProblem(Scorer(backbone), memory, asked, prior, nothing, calibrate=False)
-        return train(Training(problem, steps, RATE), None, "", lambda now: advance(now.step, progress_text(now)))
+        return train(Training(problem, steps, RATE), run.checkpoint, name, after_step)

@@ -43,7 +43,7 @@ def update_document(
     """Of what `check_documents` has let through.
 
     Raises:
-        TaskDataError: a document is too short, or nothing could be asked about it.
+        TaskDataError: a document is too short, nothing could be asked about it, or a step's loss is not finite.
         BundleError, FingerprintMismatch: the previous memory does not fit the model, or numbers are beyond float16.
         ConfigError: the memory would have more tokens than a document; and as `fit_gate` does.
         UnsupportedModel: the model's attention sees more than distances between tokens, or not all of them.
@@ -52,7 +52,7 @@ def update_document(
     m = tokens_of_memory(texts, settings)
     clozes = {text.name: _clozes(text, settings.seed) for text in texts}
     with products(backbone, settings):
-        found = [_kept(backbone, text, m, settings, run.progress) for text in texts]
+        found = [_kept(backbone, text, m, settings, run, f"document-{at}") for at, text in enumerate(texts, start=1)]
         if run.progress:
             for each in found:
                 note(f"{each.text.name}: {m} of {each.text.tokens} tokens: {each}")
@@ -149,10 +149,11 @@ def check_documents(inputs: TaskInputs) -> None:
             )
 
 
-def _kept(backbone: Backbone, text: Text, m: int, settings: DocumentSettings, progress: bool) -> CompactedText:
+def _kept(backbone: Backbone, text: Text, m: int, settings: DocumentSettings, run: Run, name: str) -> CompactedText:
+    """Raises as `trained_text` does."""
     whole = ReadText.of(backbone, text)
     found = compacted_text(backbone, whole, m)
-    return trained_text(backbone, whole, found, settings, progress) if settings.steps else found
+    return trained_text(backbone, whole, found, settings, run, name) if settings.steps else found
 
 
 def _asked(backbone: Backbone, text: Text, settings: DocumentSettings, run: Run) -> list[Example]:

@@ -305,7 +305,8 @@ def require_storable(memory: TensorMemory) -> None:
     for name, tensor in _payloads(memory).items():
         if (largest := float(tensor.abs().max())) > limit:
             raise BundleError(
-                f"refined {name} reach {largest:.4g}, a bundle's float16 holds {limit:.4g}: lower the rate"
+                f"refined {name} reach {largest:.4g}, a bundle's float16 holds {limit:.4g}: "
+                "take fewer steps, or a lower rate"
             )
 
 

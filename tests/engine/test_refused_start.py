@@ -1,9 +1,10 @@
 """A start that is refused ends with one line, whichever process has refused it; tracebacks are for debugging."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.entrypoints.cli import serve
@@ -25,10 +26,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         logging.getLogger(name).removeFilter(refused_start._ends_start)
 
 
-def fail(logger: str, line: str, error: Exception) -> None:
+def fail(logger: str, line: str, error: Exception | Callable[[], None]) -> None:
     """As a process of vLLM does."""
     try:
-        raise error
+        if not isinstance(error, Exception):
+            error()
+        else:
+            raise error
     except Exception:
         logging.getLogger(logger).exception(line)
 
@@ -49,10 +53,12 @@ def test_the_process_that_refuses_and_those_that_wait_for_it_end_without_a_trace
 def test_what_vllm_refuses_itself_ends_with_its_reason_in_one_line(run: Path, logger: str) -> None:
     """Too little memory that is free, for instance. Other errors are shown with their tracebacks."""
     line = "EngineCore failed to start." if logger == LOGGERS[0] else "WorkerProc failed to start."
-    for error in (RuntimeError("a bug"), KeyError("a bug"), UnicodeError("not text")):
+    for error in (RuntimeError("a bug"), KeyError("a bug"), UnicodeError("not text"), ValueError("of another module")):
         fail(logger, line, error)
+    refuses: dict[str, Any] = {"__name__": "vllm.v1.worker"}
+    exec("def start(): raise ValueError('Available memory is less than desired.\\nTo resolve: decrease it.')", refuses)
     with pytest.raises(SystemExit):
-        fail(logger, line, ValueError("Available memory is less than desired.\nTo resolve: decrease it."))
+        fail(logger, line, refuses["start"])
     reason = "Available memory is less than desired. To resolve: decrease it."
     assert reason_of_refusal() == f"{reason} (vLLM; VLLM_LOGGING_LEVEL=DEBUG shows where)"
 

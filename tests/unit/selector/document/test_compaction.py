@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone
-from selector.document.compaction import Part, compacted
+from selector.document.compaction import Part, compacted, memory_of
 from selector.document.matching import kept
 from selector.document.references import about, references, repeat, turns_about
 from selector.document.text import Block, read
@@ -33,7 +33,8 @@ def test_all_tokens_are_the_text_before_the_request(folder: Path, llama: Backbon
     """Transformers' log-probabilities behind the text, in float64."""
     ids = ids_of(llama, TEXT)
     (text,) = read(llama, [Block(ids, TEXT, [])])
-    memory = compacted(llama, [Part(text, asking(llama, TEXT), len(ids))]).memory(llama.hidden_size)
+    found = compacted(llama, [Part(text, asking(llama, TEXT), len(ids))])
+    memory = memory_of(found.keys, found.values, llama.hidden_size)
     prompt, answer = llama.encode([{"role": "user", "content": [{"type": "text", "text": "When?"}]}], []), [5, 9, 13]
     (ours,) = score(llama, [prompt], [answer], memory, memory.terms(memory.retrieval_keys))
     whole = torch.cat([ids, prompt["input_ids"][0], torch.tensor(answer)])
@@ -59,7 +60,7 @@ def test_later_layers_are_asked_by_what_has_seen_the_earlier_ones(
     found = compacted(llama, [Part(text, asked, 9)])
     asked_first = list(seen)
     seen.clear()
-    memory = found.memory(llama.hidden_size)
+    memory = memory_of(found.keys, found.values, llama.hidden_size)
     compacted(llama, [Part(memory, asked, 9)])  # of which all is kept
     for before, again in zip(asked_first, seen, strict=True):
         torch.testing.assert_close(again, before, rtol=0, atol=1e-3)

@@ -74,6 +74,34 @@ def test_steps_from_there_say_more_of_the_text(llama: Backbone, precision: str) 
     assert found.bundle.payload_keys.shape == taught.bundle.payload_keys.shape
 
 
+class Steps(selector.Callback):
+    def __init__(self, killed_at: int | None = None) -> None:
+        self.killed_at, self.taken = killed_at, list[int]()
+
+    def on_step(self, training: str, step: int, loss: float) -> None:
+        self.taken.append(step)
+        if step == self.killed_at:
+            raise KeyboardInterrupt
+
+
+def test_steps_go_on_where_a_killed_run_stopped(
+    llama: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next version of the document takes as many."""
+    monkeypatch.setattr("selector.refined.training.STEPS_BETWEEN_CHECKS", 2)
+    options: dict[str, Any] = {"payload_tokens": 32, "steps": 4, "output": tmp_path / "valves.safetensors"}
+    with pytest.raises(KeyboardInterrupt):
+        teach(llama, VALVES, **options, callbacks=[Steps(killed_at=3)])
+    steps = Steps()
+    resumed = teach(llama, VALVES, **options, callbacks=[steps])
+    assert steps.taken == [3, 4]
+    after = Steps()
+    options = {"previous": resumed, "callbacks": [after]}
+    anew = teach(llama, VALVES, **options).bundle
+    assert after.taken == [1, 2, 3, 4]
+    assert torch.equal(anew.payload_keys, resumed.bundle.payload_keys)
+
+
 def test_two_documents_in_one_bundle_and_their_next_version(llama: Backbone, taught: selector.Taught) -> None:
     """The memory's size is taken over; a document that is left out is named; facts of people stay."""
     fact = FactRecord(id="mine", task="valves", source_digest="mine", question="What is mine?", answer="it")
