@@ -1,6 +1,7 @@
 """Documents as memory: read each, ask about it, compact its keys and values, and fit a gate to the questions.
 
-Each document is one entry of merged memory, and a task of the gate. Nothing is trained but the gate.
+Each document is one entry of merged memory, and a task of the gate. Steps through the model come after compaction, if
+they are asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bundles of keys and values that nothing trained: a request sees each token like one of its own."""
+"""Bundles of keys and values without calibration: a request sees each token like one of its own."""
 
 from collections.abc import Sequence
 from typing import Any
