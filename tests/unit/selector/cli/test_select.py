@@ -112,7 +112,7 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     ("options", "message"),
     [
         (["--recipe", "refined"], "--iterations is for the recipe 'paper', and this run's is 'refined'"),
-        (["--steps", "5"], "--steps is for the recipe 'refined', and this run's is 'paper'"),
+        (["--steps", "5"], "--steps is for the recipe 'refined' and 'document', and this run's is 'paper'"),
         (["--budget", "0"], "budget: Input should be greater than or equal to 1 (found 0)"),
         (["--output", "/dev/null/next.safetensors"], "the folder /dev/null cannot be made: /dev/null is no folder"),
         (["--output", "x" * 300], "cannot write there: File name too long"),
