@@ -142,7 +142,7 @@ def teach_document(
         document: a file of text, Markdown, HTML or PDF, whose name is the title, or a folder of such files; or
             `selector.Document`, one or several. Each is a task of the gate.
         previous: the memory of earlier versions of the same documents.
-        settings: of `DocumentSettings`: share, payload_tokens, ...
+        settings: of `DocumentSettings`: share, payload_tokens, steps, ...
         base, background, near_misses, progress, callbacks, output: as of `teach`.
 
     Raises:
