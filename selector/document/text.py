@@ -168,8 +168,8 @@ class CompactedText:
         return sizes | {"lost": lost, "nats_of_a_token": self.nats}
 
     def __str__(self) -> str:
-        of_attention = "" if self.attention is None else f"{self.attention:.1%} of attention's output and "
-        after = f"; {self.steps} steps through the model were taken for the latter" if self.steps else ""
+        before, after = (f" before {self.steps} steps", " after them") if self.steps else ("", "")
+        of_attention = "" if self.attention is None else f"{self.attention:.1%} of attention's output{before} and "
         return f"loses {of_attention}{self.text_lost:.1%} of its own log-probability{after}"
 
 
