@@ -36,7 +36,7 @@ def turns_about(backbone: Backbone, text: str, most: int) -> tuple[list[Turn], l
     """Those that repeat all of the text, and those that ask what its sentences say: of these `most` tokens or so."""
     asked = [Turn(about(sentence), sentence) for sentence in sentences_of(text)]
     asked = spread(asked, max(1, len(asked) * most // max(1, _tokens(backbone, asked))))
-    return [Turn(repeat(part), part) for part in chunks_of(text, partial(_count, backbone), PART)], asked
+    return [Turn(repeat(part), part) for part in chunks_of(text, partial(count_of, backbone), PART)], asked
 
 
 def references(backbone: Backbone, *kinds: Sequence[Turn]) -> list[Tensor]:
@@ -65,7 +65,7 @@ def repeat(chunk: str) -> str:
 def conversation(backbone: Backbone, messages: Sequence[Mapping[str, Any]]) -> Tensor:
     """The tokens of its turns, [T] int64."""
     text = backbone.chat_text(messages, generation_prompt=False)
-    return torch.tensor(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return torch.tensor(ids_of(backbone, text))
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -73,8 +73,13 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def _tokens(backbone: Backbone, turns: Sequence[Turn]) -> int:
-    return sum(_count(backbone, said) + AROUND for turn in turns for said in turn)
+    return sum(count_of(backbone, said) + AROUND for turn in turns for said in turn)
 
 
-def _count(backbone: Backbone, text: str) -> int:
-    return len(backbone.tokenizer(text, add_special_tokens=False)["input_ids"])
+def ids_of(backbone: Backbone, text: str) -> list[int]:
+    ids: list[int] = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def count_of(backbone: Backbone, text: str) -> int:
+    return len(ids_of(backbone, text))

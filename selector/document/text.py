@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ from ..runtime.running import Run
 from .chunks import chunks_of, spread
 from .compaction import Part, compacted, memory_of
 from .questions import question
-from .references import Turn, references, repeat, turns_about
+from .references import Turn, count_of, ids_of, references, repeat, turns_about
 from .settings import DocumentSettings
 from .training import trained
 
@@ -67,8 +68,7 @@ class Text:
             TaskDataError: it has too few tokens.
         """
 
-        def count(text: str) -> int:
-            return len(_ids(backbone, text))
+        count = partial(count_of, backbone)
 
         def block(text: str, first: bool) -> Block:
             ids = backbone.tokenizer(f"{text}\n\n", add_special_tokens=first)["input_ids"]  # BOS, if there is one
@@ -209,16 +209,11 @@ def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:
 def nats_of(backbone: Backbone, pieces: Sequence[str], memory: TensorMemory | None) -> float:
     """The NLL of a token of the pieces, when the model is to repeat them."""
     prompts = [backbone.encode([message("user", repeat(piece))], []) for piece in pieces]
-    answers = [_ids(backbone, piece)[:BEGUN] for piece in pieces]
+    answers = [ids_of(backbone, piece)[:BEGUN] for piece in pieces]
     terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(pieces), -1))
     with tiled_attention(backbone):
         found = torch.cat(score(backbone, prompts, answers, memory, terms))
     return -float(found.mean())
-
-
-def _ids(backbone: Backbone, text: str) -> list[int]:
-    ids: list[int] = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
 
 
 def joined(memories: Sequence[TensorMemory]) -> TensorMemory:

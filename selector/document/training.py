@@ -17,10 +17,9 @@ from ..backbone.model import Backbone
 from ..backbone.scoring import Questions, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..data.examples import Example
-from ..refined.candidates import progress_text
+from ..refined.candidates import train_told
 from ..refined.settings import Precision
-from ..refined.training import Training, TrainingProblem, train
-from ..runtime.progress import progress_bar
+from ..refined.training import Training, TrainingProblem
 from ..runtime.running import Run
 from .settings import DocumentSettings
 
@@ -60,12 +59,6 @@ def trained(
     prior, nothing = torch.zeros(len(examples), 1), Questions([], asked.keys[:0])
     steps = Steps(settings.steps, settings.precision, settings.seed)
     alone = torch.autocast(backbone.device.type, enabled=False)  # a step's products are of its own precision
-    with alone, progress_bar(f"Training, {name}", settings.steps, run.progress) as advance, tiled_attention(backbone):
-
-        def after_step(training: Training) -> None:
-            advance(training.step, progress_text(training))
-            for callback in run.callbacks:
-                callback.on_step(name, training.step, training.history[-1].current)
-
-        problem = TrainingProblem(Scorer(backbone), memory, asked, prior, nothing, calibrate=False)
-        return train(Training(problem, steps, RATE), run.checkpoint, name, after_step)
+    problem = TrainingProblem(Scorer(backbone), memory, asked, prior, nothing, calibrate=False)
+    with alone, tiled_attention(backbone):
+        return train_told(Training(problem, steps, RATE), name, name, settings.steps, run)

@@ -200,16 +200,21 @@ def active_from(scorer: Scorer, questions: Questions, activation: Activation) ->
 
 def _train(candidate: Candidate, step: int, run: Run) -> TensorMemory:
     """Up to that step. Raises TaskDataError, BundleError: it diverges."""
-    with progress_bar(f"Training, {candidate.title}, to step {step}", step, run.progress) as advance:
+    return train_told(candidate.training, candidate.name, candidate.title, step, run)
+
+
+def train_told(training: Training, name: str, title: str, step: int, run: Run) -> TensorMemory:
+    """`train` up to that step; progress and callbacks are told of it by `title`. Raises as `train` does."""
+    with progress_bar(f"Training, {title}, to step {step}", step, run.progress) as advance:
 
         def after_step(training: Training) -> None:
             advance(training.step, progress_text(training))
             for callback in run.callbacks:
-                callback.on_step(candidate.title, training.step, training.history[-1].current)
+                callback.on_step(title, training.step, training.history[-1].current)
                 if training.checked_at == training.step:
-                    callback.on_check(candidate.title, training.step, training.checks[-1])
+                    callback.on_check(title, training.step, training.checks[-1])
 
-        return train(candidate.training, run.checkpoint, candidate.name, after_step, until=step)
+        return train(training, run.checkpoint, name, after_step, until=step)
 
 
 def progress_text(training: Training) -> str:
