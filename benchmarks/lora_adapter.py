@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -10,10 +11,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
+from benchmarks.fit import Fit
 from inducekv_vllm.backbone.footprint import FLOAT16_BYTES, footprint_bytes, prototypes_of
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
 from selector.backbone.token_values import layers_of_gate
+from selector.data.examples import Example
+from selector.refined.settings import usual_precision
 from selector.runtime.files import replace_file
 
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
@@ -83,6 +88,14 @@ def attach(backbone: Backbone, rank: int, seed: int, modules: Modules = "all") -
     targets = list(linear_layers(backbone, modules))
     config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets)
     return get_peft_model(backbone.model, config)
+
+
+def attached_fit(backbone: Backbone, rank: int, examples: Sequence[Example]) -> tuple[Any, Fit]:
+    """A new adapter of all linear layers, and its training in the precision of memory's, in batches of 4."""
+    adapted = attach(backbone, rank, seed=0)
+    parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    autocast = usual_precision() == "bfloat16"
+    return adapted, Fit(Scorer(backbone), parameters, examples, [], batch_size=4, seed=(0, 0), autocast=autocast)
 
 
 def reattach(backbone: Backbone, folder: Path) -> Any:

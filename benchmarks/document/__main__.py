@@ -141,12 +141,12 @@ class Compared:
 
     def _memory(self, kept: Callable[[int], CompactedText], share: int, steps: int = 0) -> dict[str, Any]:
         """The text is read once for all shares; its seconds count for each."""
-        whole, of_reading = self.read
+        whole, _ = self.read
         began, found = Clock(), kept(self.text.tokens // share)
         if steps:
             settings = DocumentSettings(steps=steps, precision=usual_precision())
             found = trained_text(self.backbone, whole, found, settings, Run(progress=True), self.options.document)
-        taken = {name: seconds + of_reading[name] for name, seconds in began.taken.items()}
+        taken = self._with_reading(began)
         memory = memory_of(found.keys, found.values, self.backbone.hidden_size)
         return self._measured(memory) | taken | {"mb": self._mb(found.keys.shape[2])} | found.report
 
@@ -162,11 +162,13 @@ class Compared:
         return whole.measured(self.backbone, keys, values, attention=None)
 
     def _lora(self) -> dict[str, Any]:
-        whole, of_reading = self.read
+        whole, _ = self.read
         began = Clock()
         with adapted(self.backbone, whole.examples) as size:
-            taken = {name: seconds + of_reading[name] for name, seconds in began.taken.items()}
-            return taken | {"mb": size / 1e6} | self._measured(None)
+            return self._with_reading(began) | {"mb": size / 1e6} | self._measured(None)
+
+    def _with_reading(self, began: Clock) -> dict[str, float]:
+        return {name: seconds + self.read[1][name] for name, seconds in began.taken.items()}
 
     @cached_property
     def read(self) -> tuple[ReadText, dict[str, float]]:

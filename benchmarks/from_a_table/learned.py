@@ -12,18 +12,15 @@ from typing import Any, Literal
 
 import selector
 from benchmarks.exemplars import EXEMPLARS, KEYS, Neighbours, content_bytes
-from benchmarks.fit import Fit
-from benchmarks.lora_adapter import attach, save
+from benchmarks.lora_adapter import attached_fit, save
 from benchmarks.question_keys import question_keys
 from inducekv_vllm.bundle import write_bundle
 from inducekv_vllm.errors import ConfigError
 from selector.backbone.model import Backbone
-from selector.backbone.scoring import Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.choice import hold_out
 from selector.data.examples import Example
 from selector.recipes import DEFAULT as RECIPE
-from selector.refined.settings import usual_precision
 from selector.runtime.files import replace_file
 from selector.update.measures import memory_bytes
 
@@ -83,17 +80,7 @@ def by_lora(rank: int, steps: int = 200) -> Learn:
     def learn(rows: Rows, out: Path) -> Artifact:
         backbone = Backbone.load(rows.model)
         training, validation = rows.split()
-        adapted = attach(backbone, rank, seed=0)
-        parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-        fit = Fit(
-            Scorer(backbone),
-            parameters,
-            training,
-            [],
-            batch_size=4,
-            seed=(0, 0),
-            autocast=usual_precision() == "bfloat16",
-        )
+        adapted, fit = attached_fit(backbone, rank, training)
         fit.run_best(rows.rates, steps, validation)
         return Artifact("adapter", ADAPTER, save(adapted, out / ADAPTER))
 
