@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +39,17 @@ class Stream:
     tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    is_sent: bool = False
     is_done: bool = False
 
     def read(self, url: str, prompt: Prompt) -> Stream:
         body = {"model": self.model, "messages": prompt.messages, "max_tokens": TOKENS, "stream": True}
         body |= {"ignore_eos": True, "temperature": 1.0}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=4 * SECONDS) as response:
+        path, extensions = f"{url}/v1/chat/completions", {"trace": self.trace}
+        with (
+            httpx.Client(timeout=4 * SECONDS) as client,
+            client.stream("POST", path, json=body, extensions=extensions) as response,
+        ):
             if response.status_code != 200:
                 self.error = str(json.loads(response.read())["error"]["code"])
                 self.is_done = True
@@ -51,6 +57,9 @@ class Stream:
             for line in response.iter_lines():
                 self.take(line.removeprefix("data: "))
         return self
+
+    def trace(self, event: str, _: Mapping[str, Any]) -> None:
+        self.is_sent |= event == "http11.send_request_body.complete"
 
     def take(self, data: str) -> None:
         if data == "[DONE]":
@@ -77,7 +86,8 @@ class Stopped:
 def stop(world: World, url: str, *, drains: bool) -> Stopped:
     """The server has ended by itself when this returns.
 
-    A load is under way when the signal comes, in the worker; with `drains` it goes on then.
+    A load is under way when the signal comes, in the worker; with `drains` it goes on then. The load is
+    sent after the streams: a server that stops resets a connection that it has not read.
     """
     late = world.paths["other"].with_name("late.safetensors")
     first, *others = world.bundles["other"].metadata.entries
@@ -85,10 +95,11 @@ def stop(world: World, url: str, *, drains: bool) -> Stopped:
     write_bundle(bundle, late)
     held = held_file(late)
     server = psutil.Process(processes_of(url)[0])
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(2 * STREAMS + 1) as pool:
         streams = [Stream(model) for model in ("first", "base") * STREAMS]
         reading = [pool.submit(s.read, url, p) for s, p in zip(streams, prompts(2 * STREAMS, seed=41), strict=True)]
         wait_until(lambda: any(s.tokens > 5 for s in streams if s.model == "first"), 4 * SECONDS)
+        wait_until(lambda: all(s.is_sent for s in streams), 4 * SECONDS)
         load = pool.submit(Bundles(url).load, "late", late)
         wait_until(held.exists, 4 * SECONDS)
         begun = [stream.tokens > 0 for stream in streams]
