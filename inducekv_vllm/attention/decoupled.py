@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .cpu_ops import finite_or, fused_attention, is_finite
+from .cpu_ops import finite_or, fused_attention, is_sum_finite
 from .latent import LatentLayer
 from .resident_bundle import LayerMemory
 from .slots import ActingRows, RequestMemory
@@ -47,7 +47,7 @@ class DecoupledStep:
     def cacheable(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """See `AddsMemory`. The CPU's attention multiplies unused slots of a block by 0, which leaves NaN and inf."""
         rows = [each.rows for each in (*self.active, *self.merged) if layer > each.memory.first_layer]
-        if not rows or (is_finite(key) and is_finite(value)):
+        if not rows or (is_sum_finite(key) and is_sum_finite(value)):
             return key, value
         return _cleared(key, rows), _cleared(value, rows)
 
