@@ -23,6 +23,7 @@ from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
 
 from ..backbone.injection import TensorMemory
+from ..backbone.model import Backbone
 from ..backbone.scoring import Questions, Scorer
 from ..runtime.progress import progress_bar
 from ..runtime.running import ALONE, Run
@@ -32,12 +33,14 @@ from .training import StepRecord, Training, TrainingProblem, train
 
 LEARNING_RATES: Final = (0.1, 0.3)
 WIDE: Final = 768  # hidden size from which rates are lower: 576 (SmolLM2) wants those above, 896 (Qwen2.5-0.5B) these
-RATES_IF_WIDE: Final = (0.02, 0.1)
+RATES_IF_WIDE: Final = (0.1,)
+RATES_OF_PROMPTS_IF_WIDE: Final = (0.02,)  # memory on a prompt's tokens diverges with more
 # Standard errors within which two losses are as good. A hybrid's state cannot go back: a second pass is one over all of
 # a prompt, or over what follows its last cached state.
 AS_GOOD: Final = 1.0
 AS_GOOD_ON_A_HYBRID: Final = 2.0
 RUNGS: Final = ((1 / 16, 2), (1 / 4, 1))  # after this share of the steps, so many trainings go on
+RUNGS_IF_WIDE: Final = ((1 / 4, 2), (1 / 2, 1))  # there are fewer, and the lower rate is behind at first
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,11 @@ def best_of(begun: Sequence[Candidate], run: Run = ALONE) -> Search:
     """Begin with all of them, and finish the best. Raises as `search` does."""
     ranking = list(begun)  # the best first, once they are compared
     problem, settings = ranking[0].training.problem, ranking[0].training.settings
-    announce([candidate.training for candidate in ranking], RUNGS, run.progress)
+    rungs = rungs_for(problem.scorer.backbone)
+    announce([candidate.training for candidate in ranking], rungs, run.progress)
     diverged: list[InduceKVError] = []
     running, within = len(ranking), AS_GOOD_ON_A_HYBRID if problem.scorer.backbone.has_states else AS_GOOD
-    for share, kept in RUNGS:
+    for share, kept in rungs:
         if running > kept:
             step, compared = math.ceil(share * settings.steps), list[Candidate]()
             for candidate in ranking[:running]:
@@ -163,13 +167,23 @@ def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]], wi
 
 
 def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_layer: int) -> list[Candidate]:
-    searched = LEARNING_RATES if problem.scorer.backbone.hidden_size < WIDE else RATES_IF_WIDE
-    rates = searched if settings.learning_rate is None else (settings.learning_rate,)
+    given = () if settings.learning_rate is None else (settings.learning_rate,)
     return [
         Candidate(activation, Training(each, settings, rate))
         for activation, each in _latest_first(problem, settings, gate_layer)
-        for rate in rates
+        for rate in given or rates_for(problem.scorer.backbone, activation)
     ]
+
+
+def rates_for(backbone: Backbone, activation: Activation) -> tuple[float, ...]:
+    if backbone.hidden_size < WIDE:
+        return LEARNING_RATES
+    return RATES_IF_WIDE if activation == "generation" else RATES_OF_PROMPTS_IF_WIDE
+
+
+def rungs_for(backbone: Backbone) -> tuple[tuple[float, int], ...]:
+    """After which share of the steps how many trainings go on."""
+    return RUNGS if backbone.hidden_size < WIDE else RUNGS_IF_WIDE
 
 
 def _latest_first(

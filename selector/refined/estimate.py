@@ -11,7 +11,7 @@ from ..backbone.scoring import EVALUATION_BATCHES, Scorer
 from ..backbone.tiled_attention import tiled_attention
 from ..backbone.token_values import layers_of_gate
 from ..update.inputs import TaskInputs
-from .candidates import RUNGS, every_candidate
+from .candidates import every_candidate, rungs_for
 from .duration import seconds_of_search
 from .entries import initial_entries, questions_of
 from .settings import RefinedSettings
@@ -40,5 +40,7 @@ def estimate(backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings) 
     with tiled_attention(backbone), torch.random.fork_rng():
         problem = TrainingProblem(scorer, entries, training, log_prior(inputs.training, records), validation, calibrate)
         candidates = every_candidate(problem, settings, layers_of_gate(backbone)[-1])
-        seconds = seconds_of_search([each.training for each in candidates], RUNGS) if settings.steps else 0.0
+        seconds = 0.0
+        if settings.steps:
+            seconds = seconds_of_search([each.training for each in candidates], rungs_for(backbone))
     return Estimate(FLOAT16_BYTES * numbers, len(candidates), seconds)

@@ -19,7 +19,7 @@ from selector.data.examples import Example
 from selector.data.given import read
 from selector.gate.variations import text_of, with_text
 from selector.refined import candidates
-from selector.refined.candidates import AS_GOOD_ON_A_HYBRID, LEARNING_RATES, RATES_IF_WIDE, best_first
+from selector.refined.candidates import AS_GOOD_ON_A_HYBRID, LEARNING_RATES, best_first
 from selector.refined.checks import check_tasks
 from selector.refined.estimate import estimate
 from selector.refined.settings import RefinedSettings
@@ -207,12 +207,15 @@ def test_what_is_finished_is_as_if_it_had_been_trained_alone(
     assert steps == dict.fromkeys(LEARNING_RATES, 2) | {rate: 8}
 
 
-def test_a_wide_model_has_lower_rates(
+def test_a_wide_model_has_a_lower_rate_on_prompts_and_compares_later(
     llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidates, "WIDE", llava.hidden_size)
-    found = learn(llava, tmp_path, examples, learning_rate=None, activation="text", steps=8)
-    assert {rate for _, _, rate in measured(found)} == set(RATES_IF_WIDE) != set(LEARNING_RATES)
+    result = learn(llava, tmp_path, examples, activation="search", learning_rate=None, steps=8, patience=None)
+    found = measured(result)
+    rates = {(activation, rate) for activation, _, rate in found}
+    assert rates == {("prompt", 0.02), ("text", 0.02), ("generation", 0.1)}
+    assert sorted(steps for steps, _ in found.values()) == [2, 2, 4, 8]
 
 
 class KilledError(Exception):
