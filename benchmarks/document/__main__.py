@@ -4,9 +4,9 @@
 
 Each document has 30 questions for its values; an answer is right if it has the value. Rows: nothing; retrieved pieces
 of the document in the prompt; the whole document in the prompt; all of its keys and values in front of the request, as
-a cached prefix has them; what is left of them; that after steps through the model (`inducekv-select --steps`), and the
-same steps from tokens of the text that nothing has fitted, which is self-study; and a LoRA adapter, which learns the
-same turns. Each row is kept in the work folder when it is done.
+a cached prefix has them, and these when the answer alone sees them; what is left of them; that after steps through the
+model (`inducekv-select --steps`), and the same steps from tokens of the text that nothing has fitted, which is
+self-study; and a LoRA adapter, which learns the same turns. Each row is kept in the work folder when it is done.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.document.documents import DOCUMENTS, Asked
+from benchmarks.document.late import generate_late, score_late
 from benchmarks.document.lora import adapted
 from benchmarks.document.retrieval import retriever
 from benchmarks.real.model import model_folder
@@ -52,6 +53,7 @@ TOKENS: Final = 24  # of an answer, at most
 BATCH: Final = 30  # questions
 ALONE: Final = " Answer with the value alone."
 NOTHING, WHOLE, PROMPT, RETRIEVED = "nothing", "whole document, cached", "document in the prompt", "retrieved pieces"
+LATE: Final = "whole document, cached, seen by the answer alone"
 Put = Callable[[str], str]  # what is asked, for a question
 
 
@@ -84,6 +86,7 @@ class Compared:
             RETRIEVED: lambda: self._measured(None, self.retrieved()),
             PROMPT: self._prompt,
             WHOLE: self._whole,
+            LATE: self._late,
         }
         for share in SHARES:
             self.rows[f"1/{share}"] = partial(self._memory, self._compacted, share)
@@ -139,6 +142,15 @@ class Compared:
         whole, taken = self.read
         return self._measured(joined(whole.memories)) | taken | {"mb": self._mb(self.text.tokens)}
 
+    def _late(self) -> dict[str, Any]:
+        memory, encoded, tokenizer = joined(self.read[0].memories), self._encoded, self.backbone.tokenizer
+        said = [generate_late(self.backbone, encoded(each.question), TOKENS, memory).token_ids for each in self.asked]
+        nats = [
+            -float(score_late(self.backbone, encoded(each.question + ALONE), self._value(each), memory).sum())
+            for each in self.asked
+        ]
+        return self._answered(tokenizer.batch_decode(said, skip_special_tokens=True), nats)
+
     def _memory(self, kept: Callable[[int], CompactedText], share: int, steps: int = 0) -> dict[str, Any]:
         """The text is read once for all shares; its seconds count for each."""
         whole, _ = self.read
@@ -189,15 +201,22 @@ class Compared:
             prompts, alone = (
                 [self._encoded(put(f"{each.question}{more}"), begun) for each in some] for more in ("", ALONE)
             )
-            values = [tokenizer(each.values[0], add_special_tokens=False)["input_ids"] for each in some]
+            values = [self._value(each) for each in some]
             terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(some), -1))
             with tiled_attention(self.backbone):
                 found = generate(self.backbone, prompts, TOKENS, memory, terms)
                 nats += [-float(each.sum()) for each in score(self.backbone, alone, values, memory, terms)]
             said += tokenizer.batch_decode([each.token_ids for each in found], skip_special_tokens=True)
+        return self._answered(said, nats)
+
+    def _answered(self, said: Sequence[str], nats: Sequence[float]) -> dict[str, Any]:
         answers = {each.question: text for each, text in zip(self.asked, said, strict=True)}
         right = sum(is_right(answers[each.question], each) for each in self.asked)
         return {"right": right, "nats_of_a_value": fmean(nats), "answers": answers}
+
+    def _value(self, asked: Asked) -> list[int]:
+        ids: list[int] = self.backbone.tokenizer(asked.values[0], add_special_tokens=False)["input_ids"]
+        return ids
 
     def _encoded(self, text: str, begun: int = 0) -> Inputs:
         inputs = self.backbone.encode([message("user", text)], [])

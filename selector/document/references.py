@@ -20,7 +20,8 @@ from .chunks import chunks_of, sentences_of, spread
 
 BEGINNING: Final = 8  # words of a part that name it
 SUBJECT: Final = 5  # words of a sentence that are asked about
-PART: Final = 64  # tokens that are repeated in one turn
+PART, LONG_PART = 64, 128  # tokens that are repeated in one turn, of a text and of a long one
+LONG: Final = 4096  # tokens of a text
 CONVERSATION: Final = 320  # tokens, about
 AROUND: Final = 5  # tokens that a chat template puts around what is said, about
 
@@ -32,11 +33,15 @@ class Turn(NamedTuple):
     said: str
 
 
-def turns_about(backbone: Backbone, text: str, most: int) -> tuple[list[Turn], list[Turn]]:
-    """Those that repeat all of the text, and those that ask what its sentences say: of these `most` tokens or so."""
+def turns_about(backbone: Backbone, text: str, most: int, part: int = PART) -> tuple[list[Turn], list[Turn]]:
+    """Those that repeat all of the text, and those that ask what its sentences say: of these `most` tokens or so.
+
+    Args:
+        part: tokens that are repeated in one turn.
+    """
     asked = [Turn(about(sentence), sentence) for sentence in sentences_of(text)]
     asked = spread(asked, max(1, len(asked) * most // max(1, _tokens(backbone, asked))))
-    return [Turn(repeat(part), part) for part in chunks_of(text, partial(count_of, backbone), PART)], asked
+    return [Turn(repeat(each), each) for each in chunks_of(text, partial(count_of, backbone), part)], asked
 
 
 def references(backbone: Backbone, *kinds: Sequence[Turn]) -> list[Tensor]:

@@ -32,7 +32,7 @@ from ..runtime.running import Run
 from .chunks import chunks_of, spread
 from .compaction import Part, compacted, memory_of
 from .questions import question
-from .references import Turn, count_of, ids_of, references, repeat, turns_about
+from .references import LONG, LONG_PART, PART, Turn, count_of, ids_of, references, repeat, turns_about
 from .settings import DocumentSettings
 from .training import trained
 
@@ -118,8 +118,10 @@ class ReadText:
         memories = [memory for reading in text.readings for memory in read(backbone, reading)]
         pieces = spread(text.pieces, SCORED)
         nats = {"nothing": nats_of(backbone, pieces, None), "whole": nats_of(backbone, pieces, joined(memories))}
+        part = PART if text.tokens <= LONG else LONG_PART
         kinds = [
-            turns_about(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens) for block in text.blocks
+            turns_about(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens, part)
+            for block in text.blocks
         ]
         turns = [turn for of_block in kinds for of_kind in of_block for turn in of_kind]
         return cls(text, memories, turns, [references(backbone, *each) for each in kinds], nats)

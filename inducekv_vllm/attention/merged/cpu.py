@@ -15,13 +15,31 @@ from .step import DecodeBatch, PrefillSpan
 Attended = tuple[Tensor, Tensor]  # output [R, H, D], log-sum-exp [R, H] float32
 
 
+def short_prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, stored: LayerMemory, span: PrefillSpan, scale: float
+) -> Tensor:
+    """Attend from a prompt without earlier tokens, [R, H, D], to [memory ; own key and value [R, J, D]]: [R, H, D].
+
+    One attention in place of two and a merge: for a few rows, each operation takes no longer than its call.
+    """
+    assert span.whole_mask is not None
+    keys, values = _tokens_of(stored, span.memory)  # [J, S, D]
+    if stored.value_gate != 1:
+        values = values * stored.value_gate
+    behind = (key.new_zeros(key.shape[1], 1, key.shape[2]),) if span.memory.has_remainder else ()
+    keys, values = (
+        torch.cat([of_memory, *behind, own.transpose(0, 1)], dim=1) for of_memory, own in ((keys, key), (values, value))
+    )  # [J, S + R, D], with a remainder one more
+    mask = span.whole_mask
+    if stored.bias:
+        mask = torch.cat([mask[:, : -len(key)] + stored.bias, mask[:, -len(key) :]], dim=1)
+    output, _ = fused_attention(*_by_head(query, keys, values), mask[None, None], scale)  # [J, G, R, D]
+    return output.permute(2, 0, 1, 3).reshape(query.shape)
+
+
 def prefill_memory_attention(query: Tensor, stored: LayerMemory, memory: RequestMemory, scale: float) -> Attended:
     """Attend from all rows of one request, query [R, H, D], to its tokens."""
-    keys, values = stored.keys[:, memory.tokens], stored.values[:, memory.tokens]  # [J, S, D]
-    if memory.key_scale is not None:
-        keys = keys * memory.key_scale[:, None].to(keys.dtype)
-    if memory.value_scale is not None:
-        values = values * memory.value_scale[:, None].to(values.dtype)
+    keys, values = _tokens_of(stored, memory)
     mask = None if memory.log_weight is None else memory.log_weight[None, None, None]  # [1, 1, 1, S]
     return _attend_folded(query, keys, values, mask, scale)
 
@@ -70,7 +88,6 @@ def prefill_self_lse(query: Tensor, key: Tensor, kv_cache: Tensor, span: Prefill
     """
     R, H, D = query.shape
     J = key.shape[1]
-    G = H // J
     if span.blocks is None:
         keys = key.transpose(0, 1)  # [J, R, D]
         mask = None
@@ -79,9 +96,7 @@ def prefill_self_lse(query: Tensor, key: Tensor, kv_cache: Tensor, span: Prefill
         seen = packed_keys(kv_cache)[span.blocks]  # [K, J, D, C]
         keys = seen.permute(1, 0, 3, 2).contiguous().view(J, -1, D)[:, : span.causal_mask.shape[1]]  # [J, T, D]
         mask = span.causal_mask[None, None]
-    expanded = keys[:, None].expand(-1, G, -1, -1)  # [J, G, T, D]
-    rows = query.view(R, J, G, D).permute(1, 2, 0, 3)  # [J, G, R, D]
-    _, lse = fused_attention(rows, expanded, expanded, mask, scale, is_causal=mask is None)
+    _, lse = fused_attention(*_by_head(query, keys, keys), mask, scale, is_causal=mask is None)
     return lse.permute(2, 0, 1).reshape(R, H)
 
 
@@ -100,6 +115,23 @@ def packed_keys(kv_cache: Tensor) -> Tensor:
     """View the keys in a cache [blocks, J, C, 2 D], which the CPU kernel packs block by block, as [blocks, J, D, C]."""
     blocks, J, C, two_d = kv_cache.shape
     return kv_cache.as_strided((blocks, J, two_d // 2, C), (kv_cache.stride(0), kv_cache.stride(1), C, 1))
+
+
+def _tokens_of(stored: LayerMemory, memory: RequestMemory) -> tuple[Tensor, Tensor]:
+    """The keys and values of a request's memory, scaled as its entries are: [J, S, D] each."""
+    keys, values = stored.keys[:, memory.tokens], stored.values[:, memory.tokens]
+    if memory.key_scale is not None:
+        keys = keys * memory.key_scale[:, None].to(keys.dtype)
+    if memory.value_scale is not None:
+        values = values * memory.value_scale[:, None].to(values.dtype)
+    return keys, values
+
+
+def _by_head(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[J, G, R, D], and [J, G, S, D] twice, without a copy: query [R, H, D], keys and values [J, S, D]."""
+    (R, H, D), J = query.shape, len(keys)
+    rows = query.view(R, J, H // J, D).permute(1, 2, 0, 3)
+    return rows, keys[:, None].expand(-1, H // J, -1, -1), values[:, None].expand(-1, H // J, -1, -1)
 
 
 def _attend_folded(

@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...errors import UnsupportedModel
 from ...vllm_seams.config import InduceKVConfig
-from ..cpu_ops import finite_or
-from ..resident_bundle import LayerMemory
+from ..cpu_ops import finite_or, is_sum_finite
+from ..resident_bundle import LayerMemory, ResidentBundle
 from ..slots import ActingRows
 from . import cpu
 from .merge import merge_memory
@@ -96,32 +96,48 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute the base output [rows, H, D] in place, then merge memory into the rows that have it."""
-        result = super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-        )
-        step = getattr(attn_metadata, "memory", None)
-        if step is not None and self.attn_type == AttentionType.DECODER:
-            if self._layer_index is None:
-                self._layer_index = extract_layer_index(layer.layer_name)  # type: ignore[attr-defined]
-            self._add_memory(step, self._layer_index, query, key, kv_cache, output)
-        return result
+        """Compute the base output [rows, H, D] in place, then merge memory into the rows that have it.
 
-    def _add_memory(
-        self, step: StepMemory, layer_index: int, query: Tensor, key: Tensor, kv_cache: Tensor, output: Tensor
-    ) -> None:
-        for span in step.prefills:
-            stored = span.memory.bundle.layers[layer_index]
-            output[span.rows] = self._prefill(
-                span, stored, query[span.rows], key[span.rows], kv_cache, output[span.rows]
+        A short prompt that has the step for itself attends to both at once.
+        """
+        step: StepMemory | None = getattr(attn_metadata, "memory", None)
+        if step is None or self.attn_type != AttentionType.DECODER:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
+        if self._layer_index is None:
+            self._layer_index = extract_layer_index(layer.layer_name)  # type: ignore[attr-defined]
+        if (span := step.only_span(len(query))) is not None:
+            whole = self._whole(span, query, key, value)
+            if is_sum_finite(whole):
+                return output.copy_(whole)
+        super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        for span in step.prefills:
+            output[span.rows] = self._prefill(span, query, key, value, kv_cache, output[span.rows])
         for batch in step.decodes:
-            stored = batch.bundle.layers[layer_index]
-            output[batch.rows] = self._decode(batch, stored, query[batch.rows], kv_cache, output[batch.rows])
+            output[batch.rows] = self._decode(batch, query[batch.rows], kv_cache, output[batch.rows])
+        return output
+
+    def _stored(self, bundle: ResidentBundle) -> LayerMemory:
+        assert self._layer_index is not None
+        return bundle.layers[self._layer_index]
+
+    def _whole(self, span: PrefillSpan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, stored = span.rows, self._stored(span.memory.bundle)
+        return cpu.short_prompt_attention(query[rows], key[rows], value[rows], stored, span, self.scale)
 
     def _prefill(
-        self, span: PrefillSpan, stored: LayerMemory, query: Tensor, key: Tensor, kv_cache: Tensor, self_output: Tensor
+        self,
+        span: PrefillSpan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        self_output: Tensor,
     ) -> Tensor:
+        if span.whole_mask is not None:
+            return finite_or(self._whole(span, query, key, value), self_output)
+        stored, query, key = self._stored(span.memory.bundle), query[span.rows], key[span.rows]
         memory_output, memory_lse = cpu.prefill_memory_attention(query, stored, span.memory, self.scale)
         self_lse = cpu.prefill_self_lse(query, key, kv_cache, span, self.scale)
         remainder = span.memory.log_remainder if span.memory.has_remainder else None
@@ -130,9 +146,8 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         )
         return finite_or(merged.to(self_output.dtype), self_output)
 
-    def _decode(
-        self, batch: DecodeBatch, stored: LayerMemory, query: Tensor, kv_cache: Tensor, self_output: Tensor
-    ) -> Tensor:
+    def _decode(self, batch: DecodeBatch, query: Tensor, kv_cache: Tensor, self_output: Tensor) -> Tensor:
+        stored = self._stored(batch.bundle)
         memory_output, memory_lse = cpu.decode_memory_attention(query, stored, batch, self.scale)
         self_lse = cpu.decode_self_lse(query, kv_cache, batch, self.scale)
         remainder = batch.log_remainder

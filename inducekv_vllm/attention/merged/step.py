@@ -7,12 +7,15 @@ Decode rows are batched by the shape of their memory, so that no layer loops ove
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..resident_bundle import ResidentBundle
 from ..slots import ActingRows, RequestMemory
+
+SHORT: Final = 256  # rows of a prompt that attends to memory and itself at once: of more, that would skip no tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,9 @@ class PrefillSpan:
     rows: slice  # R rows of the step's query tensor
     blocks: Tensor | None  # [ceil(T / C)] KV-cache blocks; None if there is no earlier token
     causal_mask: Tensor | None  # [R, T] float32, 0 or -inf; None if there is no earlier token
+    # [R, S + R] float32 of memory and own tokens, with the remainder's column between; None if there is an earlier
+    # token, or R is more than `SHORT`
+    whole_mask: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +65,12 @@ class StepMemory:
     prefills: tuple[PrefillSpan, ...]
     decodes: tuple[DecodeBatch, ...]
 
+    def only_span(self, num_rows: int) -> PrefillSpan | None:
+        """A short prompt that is all of a step with so many rows."""
+        if len(self.prefills) != 1 or self.prefills[0].whole_mask is None:
+            return None
+        return self.prefills[0] if self.prefills[0].rows == slice(0, num_rows) else None
+
 
 def plan_step(step: ScheduledStep) -> StepMemory:
     """Group the step's rows with memory."""
@@ -79,12 +91,23 @@ def _prefill_span(step: ScheduledStep, acting: ActingRows) -> PrefillSpan:
     rows, num_rows = slice(acting.first, acting.end), acting.end - acting.first
     seq_len, device = step.seq_lens[acting.request], step.block_table.device
     if num_rows == seq_len:
-        return PrefillSpan(acting.memory, rows, blocks=None, causal_mask=None)
+        whole_mask = _whole_mask(acting.memory, num_rows) if num_rows <= SHORT else None
+        return PrefillSpan(acting.memory, rows, blocks=None, causal_mask=None, whole_mask=whole_mask)
     position = torch.arange(seq_len - num_rows, seq_len, device=device)  # [R]
     visible = torch.arange(seq_len, device=device) <= position[:, None]  # [R, T]
     mask = torch.zeros(num_rows, seq_len, device=device).masked_fill_(~visible, -math.inf)
     blocks = step.block_table[acting.request, : -(-seq_len // step.block_size)].long()
-    return PrefillSpan(acting.memory, rows, blocks=blocks, causal_mask=mask)
+    return PrefillSpan(acting.memory, rows, blocks=blocks, causal_mask=mask, whole_mask=None)
+
+
+def _whole_mask(memory: RequestMemory, num_rows: int) -> Tensor:
+    """See `PrefillSpan`."""
+    weights = torch.zeros(memory.num_tokens) if memory.log_weight is None else memory.log_weight
+    if memory.has_remainder:
+        weights = torch.cat([weights, torch.tensor([memory.log_remainder])])
+    return torch.cat(
+        [weights.expand(num_rows, -1), torch.full((num_rows, num_rows), -math.inf).triu(diagonal=1)], dim=1
+    )
 
 
 def _decode_batch(step: ScheduledStep, decodes: list[ActingRows]) -> DecodeBatch:
