@@ -40,7 +40,7 @@ RATES_OF_PROMPTS_IF_WIDE: Final = (0.02,)  # memory on a prompt's tokens diverge
 AS_GOOD: Final = 1.0
 AS_GOOD_ON_A_HYBRID: Final = 2.0
 RUNGS: Final = ((1 / 16, 2), (1 / 4, 1))  # after this share of the steps, so many trainings go on
-RUNGS_IF_WIDE: Final = ((1 / 4, 2), (1 / 2, 1))  # there are fewer, and the lower rate is behind at first
+RUNGS_IF_WIDE: Final = ((1 / 4, 2), (1, 1))  # the lower rate is behind until its decay is over
 
 
 @dataclass(frozen=True)

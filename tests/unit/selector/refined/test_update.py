@@ -207,7 +207,7 @@ def test_what_is_finished_is_as_if_it_had_been_trained_alone(
     assert steps == dict.fromkeys(LEARNING_RATES, 2) | {rate: 8}
 
 
-def test_a_wide_model_has_a_lower_rate_on_prompts_and_compares_later(
+def test_a_wide_model_has_a_lower_rate_on_prompts_and_compares_at_the_end(
     llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidates, "WIDE", llava.hidden_size)
@@ -215,7 +215,7 @@ def test_a_wide_model_has_a_lower_rate_on_prompts_and_compares_later(
     found = measured(result)
     rates = {(activation, rate) for activation, _, rate in found}
     assert rates == {("prompt", 0.02), ("text", 0.02), ("generation", 0.1)}
-    assert sorted(steps for steps, _ in found.values()) == [2, 2, 4, 8]
+    assert sorted(steps for steps, _ in found.values()) == [2, 2, 8, 8]
 
 
 class KilledError(Exception):
