@@ -109,6 +109,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny LLaVA; not to be changed."""
+    from tests.tiny_models import save_tiny_llava
+
+    return save_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
+
+
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """Async tests share an event loop, and so an engine."""
     return "asyncio"

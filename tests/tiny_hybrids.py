@@ -13,6 +13,7 @@ from tests.tiny_models import (
     KV_HEADS,
     QWEN_TOWER,
     TEXT_SIZES,
+    qwen3_vl_processor,
     qwen_vl_tokenizer,
     save_random,
     save_tiny_text_model,
@@ -58,16 +59,8 @@ def save_qwen3_5_with_pictures(folder: str | Path, *, with_experts: bool = False
     vision = QWEN_TOWER | {"out_hidden_size": HIDDEN, "num_position_embeddings": 64}
     make_config = hf.Qwen3_5MoeConfig if with_experts else hf.Qwen3_5Config
     config = make_config(text_config=text, vision_config=vision, **ids, tie_word_embeddings=False)
-    sizes: dict[str, Any] = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
-    sizes |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 1024, "longest_edge": 9216}}
-    processor = hf.Qwen3VLProcessor(
-        image_processor=hf.Qwen2VLImageProcessor(**sizes),
-        tokenizer=tokenizer,
-        video_processor=hf.Qwen3VLVideoProcessor(**sizes),
-        chat_template=tokenizer.chat_template,
-    )
     make_model = hf.Qwen3_5MoeForConditionalGeneration if with_experts else hf.Qwen3_5ForConditionalGeneration
-    return save_random(make_model, config, processor, Path(folder), 0)
+    return save_random(make_model, config, qwen3_vl_processor(tokenizer), Path(folder), 0)
 
 
 def save_qwen3_next(folder: str | Path) -> Path:

@@ -103,21 +103,19 @@ def save_tiny_qwen3_vl(folder: str | Path, *, seed: int = 0) -> Path:
         **ids,
         tie_word_embeddings=False,
     )
-    sizes = {
-        "patch_size": 8,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96},
-    }
-    processor = hf.Qwen3VLProcessor(
+    processor = qwen3_vl_processor(tokenizer)
+    return save_random(hf.Qwen3VLForConditionalGeneration, config, processor, folder, seed)
+
+
+def qwen3_vl_processor(tokenizer: hf.PreTrainedTokenizerFast) -> hf.Qwen3VLProcessor:
+    sizes: dict[str, Any] = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+    sizes |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 1024, "longest_edge": 9216}}
+    return hf.Qwen3VLProcessor(
         image_processor=hf.Qwen2VLImageProcessor(**sizes),
         tokenizer=tokenizer,
         video_processor=hf.Qwen3VLVideoProcessor(**sizes),
         chat_template=tokenizer.chat_template,
     )
-    return save_random(hf.Qwen3VLForConditionalGeneration, config, processor, folder, seed)
 
 
 def save_tiny_text_model(folder: str | Path, make_config: Callable[..., hf.PretrainedConfig], *, seed: int = 0) -> Path:

@@ -13,7 +13,6 @@ from selector.backbone.model import Backbone
 from server.demo import CHECKPOINT
 from tests.research.learned_streams import SMALL, LearnedStream
 from tests.research.small_streams import BASE_SIZES, ORDER, SIZES, command, small_suite
-from tests.tiny_models import save_tiny_llava
 from tests.unit.benchmarks.conftest import quick_gates  # noqa: F401 - fixtures
 
 DemoSuite = Callable[..., tuple[Path, Suite]]
@@ -46,12 +45,6 @@ def data(demo_suite: DemoSuite) -> Path:
 @pytest.fixture(scope="session")
 def suite(data: Path) -> Suite:
     return small_suite(data).ordered(ORDER)
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny LLaVA; not to be changed."""
-    return save_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
 
 
 @pytest.fixture(scope="session")

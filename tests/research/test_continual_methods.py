@@ -286,9 +286,6 @@ def test_a_reservoir_is_what_it_would_be_had_it_seen_the_stream_at_once():
         assert len(kept) > 5
 
 
-# The gate
-
-
 # Neighbours
 
 

@@ -81,16 +81,8 @@ def test_shares() -> None:
 
 def test_the_whole_of_it(data: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.json"
-    command = [
-        "--data",
-        str(data),
-        "--model",
-        str(FAMILIES["llama"](tmp_path / "model")),
-        "--sets",
-        "snips",
-        "--tasks",
-        "2",
-    ]
+    model = str(FAMILIES["llama"](tmp_path / "model"))
+    command = ["--data", str(data), "--model", model, "--sets", "snips", "--tasks", "2"]
     command += ["--examples", "8", "--cache", str(tmp_path / "cache"), "--out", str(out)]
     with small_fits(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.research.gate.public_rivals.REQUESTS", 30)

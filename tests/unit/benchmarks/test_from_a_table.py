@@ -40,16 +40,8 @@ def test_every_way_learns_once_and_is_reported(
     for name in ("WAYS", "ask_all"):
         monkeypatch.setattr(command, name, {"WAYS": WAYS, "ask_all": ask_all}[name])
     base = write_task(tmp_path / "base", [record(number, task="base") for number in range(4)])
-    arguments = [
-        "--model",
-        str(model),
-        "--work",
-        str(tmp_path / "work"),
-        "--base",
-        str(base),
-        "--base-train",
-        str(base),
-    ]
+    work = ["--model", str(model), "--work", str(tmp_path / "work")]
+    arguments = [*work, "--base", str(base), "--base-train", str(base)]
     files = [tmp_path / "first.json", tmp_path / "second.json"]
     for file in files:
         assert command.main([*arguments, "--ways", *WAYS, "--output", str(file)]) == 0

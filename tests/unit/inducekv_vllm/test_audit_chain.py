@@ -87,9 +87,6 @@ def test_files_that_have_no_chain(tmp_path: Path, path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{name}: {problem}"):
             verify(tmp_path / name)
-    with (
-        contextlib.closing(sqlite3.connect(path)) as rows,
-        pytest.raises(ValueError, match="JSON compliant"),
-    ):
+    with contextlib.closing(sqlite3.connect(path)) as rows, pytest.raises(ValueError, match="JSON compliant"):
         append(rows, "load", {"x": float("nan")})
     assert verify(path)[0] == 0

@@ -101,15 +101,6 @@ OTHERS: list[tuple[Callable[[Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "reason"), [("intermediate_size", -1, "negative dimension"), ("hidden_act", "bogus", "bogus")]
-)
-def test_settings_of_which_no_model_can_be_made(copy: Path, setting: str, value: Any, reason: str) -> None:
-    change_config(copy, **{setting: value})
-    with pytest.raises(UnsupportedModel, match=f"copy: cannot load the model: .*{reason}"):
-        Backbone.load(copy)
-
-
-@pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         *((partial(change_config, **{name: value}), reason) for name, value, reason in SETTINGS),
@@ -141,6 +132,8 @@ def in_pickle(folder: Path) -> None:
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot load the tokenizer"),
         (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
         (in_pickle, r"quantised \(they have .*weight_scale"),
+        (partial(change_config, intermediate_size=-1), "cannot load the model: .*negative dimension"),
+        (partial(change_config, hidden_act="bogus"), "cannot load the model: .*bogus"),
         (partial(change_config, num_hidden_layers=4), r"9 weights of LlamaForCausalLM are missing.* model.layers.3"),
         (partial(change_config, num_hidden_layers=2), r"there is no layer 2, found model\.layers\.2\.self_attn"),
         (partial(change_config, intermediate_size=8), r"down_proj\.weight has the shape \[96, 8\], found \[96, 192\]"),

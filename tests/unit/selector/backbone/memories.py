@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.retrieval.entry_terms import Weighting
-from selector.backbone.injection import TensorMemory
+from selector.backbone.generation import answer_logprobs
+from selector.backbone.injection import TensorMemory, Terms
 from selector.backbone.model import Backbone
+from selector.backbone.scoring import Scorer
+from selector.data.examples import Example
 from tests.bundles import random_maps
 
 B, M = 5, 3  # entries, payload tokens
+PAYLOADS = ("payload_keys", "payload_values", "map_in", "map_out")
 
 
 def every_setting(top_k: int) -> pytest.MarkDecorator:
@@ -68,3 +72,13 @@ def entries(memory: TensorMemory, rows: Sequence[int]) -> TensorMemory:
         payload_keys=memory.payload_keys[:, rows],
         payload_values=memory.payload_values[:, rows],
     )
+
+
+def gradients(losses: Tensor, memory: TensorMemory) -> list[Tensor]:
+    return list(torch.autograd.grad(losses.sum(), [getattr(memory, name) for name in PAYLOADS]))
+
+
+def losses_of_whole(scorer: Scorer, examples: list[Example], memory: TensorMemory, terms: Terms) -> Tensor:
+    """The losses of whole prompts."""
+    prompts, answers = [scorer.prefix(e) for e in examples], [scorer.answer_tokens(e) for e in examples]
+    return scorer.losses_of(examples, answer_logprobs(scorer.backbone, prompts, answers, memory, terms))

@@ -40,15 +40,6 @@ def test_nvfp4_beside_the_decompression_of_compressed_tensors() -> None:
     assert (floats - weight).abs().max() < weight.abs().max() / 6
 
 
-def test_settings_of_modelopt_that_are_not_known(tmp_path: Path) -> None:
-    FAMILIES["llama"](tmp_path)
-    save_quantized(tmp_path, "modelopt-fp8")
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"FP8"', '"MXFP8"'))
-    with pytest.raises(UnsupportedModel, match=r"or ModelOpt's FP8, NVFP4, MIXED_PRECISION; found .*'MXFP8'"):
-        Backbone.load(tmp_path)
-
-
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -104,6 +95,7 @@ def test_experts_and_pictures(tmp_path: Path) -> None:
         ("gptq", {"sym": False}, "by gptq with settings that are not known: .* symmetric GPTQ of 4 or 8 bits"),
         ("gptq", {"bits": 3}, "by gptq with settings that are not known"),
         ("gptq", {"dynamic": {"-:.*": {}}}, "by gptq with settings that are not known"),
+        ("modelopt-fp8", {"quant_algo": "MXFP8"}, r"or ModelOpt's FP8, NVFP4, MIXED_PRECISION; found .*'MXFP8'"),
         ("gptq", {"bits": 8}, r"the quantised weights of model\.layers\.\d.* do not fit"),
         (
             "gptq",

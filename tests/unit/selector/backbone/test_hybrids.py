@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from inducekv_vllm.backbone.turns import turn_marks
-from selector.backbone.generation import answer_logprobs
 from selector.backbone.injection import TensorMemory, Terms
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
@@ -15,9 +14,7 @@ from selector.backbone.token_values import asked_texts, token_values
 from selector.data.examples import Example, read_task
 from tests.task_data import QUESTIONS, record, write_task
 from tests.tiny_hybrids import save_granite_hybrid, save_lfm2, save_qwen3_5
-from tests.unit.selector.backbone.memories import decoupled_memory
-
-PAYLOADS = ("payload_keys", "payload_values", "map_in", "map_out")
+from tests.unit.selector.backbone.memories import PAYLOADS, decoupled_memory, gradients, losses_of_whole
 
 
 @pytest.fixture(scope="module", params=[save_qwen3_5, save_granite_hybrid, save_lfm2], ids=lambda save: save.__name__)
@@ -39,23 +36,13 @@ def from_position(scorer: Scorer, texts: list[Example], memory: TensorMemory, pa
     return replace(memory.terms(keys), first_active=torch.tensor(positions))
 
 
-def gradients(losses: Tensor, memory: TensorMemory) -> list[Tensor]:
-    return list(torch.autograd.grad(losses.sum(), [getattr(memory, name) for name in PAYLOADS]))
-
-
-def scored(scorer: Scorer, texts: list[Example], memory: TensorMemory, terms: Terms) -> Tensor:
-    """The losses of whole prompts."""
-    prompts, answers = [scorer.prefix(e) for e in texts], [scorer.answer_tokens(e) for e in texts]
-    return scorer.losses_of(texts, answer_logprobs(scorer.backbone, prompts, answers, memory, terms))
-
-
 @pytest.mark.parametrize("part", [0, 0.5, 1])
 def test_memory_that_acts_late_is_scored_on_whole_prompts(hybrid: Backbone, texts: list[Example], part: float) -> None:
     scorer, memory = Scorer(hybrid), decoupled_memory(hybrid)
     for name in PAYLOADS:
         getattr(memory, name).requires_grad_()
     terms = from_position(scorer, texts, memory, part)
-    whole = scored(scorer, texts, memory, terms)
+    whole = losses_of_whole(scorer, texts, memory, terms)
     for _ in range(2):  # computed, and from the cache
         in_tails = scorer.losses(texts, memory, terms)
         torch.testing.assert_close(in_tails, whole, rtol=0, atol=2e-4)
@@ -68,11 +55,12 @@ def test_memory_that_acts_late_is_scored_on_whole_prompts(hybrid: Backbone, text
 def test_gradients_are_those_of_a_small_step(hybrid: Backbone, texts: list[Example]) -> None:
     scorer, memory = Scorer(hybrid), decoupled_memory(hybrid)
     terms, values = from_position(scorer, texts, memory, 0.5), memory.payload_values.requires_grad_()
-    (gradient,) = torch.autograd.grad(scored(scorer, texts, memory, terms).sum(), [values])
+    (gradient,) = torch.autograd.grad(losses_of_whole(scorer, texts, memory, terms).sum(), [values])
     step = 0.02 * gradient / gradient.norm()
     with torch.no_grad():
         up, down = (
-            scored(scorer, texts, replace(memory, payload_values=values + sign * step), terms).sum() for sign in (1, -1)
+            losses_of_whole(scorer, texts, replace(memory, payload_values=values + sign * step), terms).sum()
+            for sign in (1, -1)
         )
     assert float(up - down) / 0.04 == pytest.approx(float(gradient.norm()), rel=0.05)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,7 @@ def test_gradients_against_finite_differences(backbone: Backbone, in_tiles: bool
             tensor = getattr(memory, name)
             ends = []
             for direction in (step, -step):
-                if in_tiles:
-                    with tiled_attention(double):
-                        ends.append(float(loss(**{name: tensor + direction})))
-                else:
+                with tiled_attention(double) if in_tiles else nullcontext():
                     ends.append(float(loss(**{name: tensor + direction})))
             assert (ends[0] - ends[1]) / 2e-2 == pytest.approx(float(slope.norm()), rel=2e-3)
     if in_tiles:

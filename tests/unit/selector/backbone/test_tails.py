@@ -5,18 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from inducekv_vllm.bundle.activation import ACTIVATIONS
 from selector.backbone import tails
-from selector.backbone.generation import answer_logprobs
 from selector.backbone.injection import TensorMemory, Terms
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
 from selector.data.examples import Example, read_task
-from tests.unit.selector.backbone.memories import decoupled_memory
-
-PAYLOADS = ("payload_keys", "payload_values", "map_in", "map_out")
+from tests.unit.selector.backbone.memories import PAYLOADS, decoupled_memory, gradients, losses_of_whole
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +26,6 @@ def late(scorer: Scorer, examples: list[Example], memory: TensorMemory, activati
     return replace(memory.terms(keys), first_active=first_active)
 
 
-def gradients(losses: Tensor, memory: TensorMemory) -> list[Tensor]:
-    return list(torch.autograd.grad(losses.sum(), [getattr(memory, name) for name in PAYLOADS]))
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_tails_give_what_whole_prompts_give(backbone: Backbone, examples: list[Example], activation: str) -> None:
     scorer, memory = Scorer(backbone), decoupled_memory(backbone)
@@ -42,8 +34,7 @@ def test_tails_give_what_whole_prompts_give(backbone: Backbone, examples: list[E
     terms = late(scorer, examples, memory, activation)
     lengths = {scorer.prefix(example)["input_ids"].shape[1] for example in examples}
     assert len(lengths) > 1  # padding is tested too
-    prompts, answers = [scorer.prefix(e) for e in examples], [scorer.answer_tokens(e) for e in examples]
-    whole = scorer.losses_of(examples, answer_logprobs(backbone, prompts, answers, memory, terms))
+    whole = losses_of_whole(scorer, examples, memory, terms)
     for _ in range(2):  # computed, and from the cache
         in_tails = scorer.losses(examples, memory, terms)
         torch.testing.assert_close(in_tails, whole, rtol=0, atol=1e-4)

@@ -21,7 +21,7 @@ from selector.backbone.scoring import Scorer
 from selector.data.examples import Example, read_task
 from tests.task_data import record, write_task
 from tests.tiny_families import PICTURE_FAMILIES, TEXT_FAMILIES, TEXT_SIZES, save_gemma3, save_gemma4, save_text
-from tests.unit.selector.backbone.memories import decoupled_memory
+from tests.unit.selector.backbone.memories import decoupled_memory, losses_of_whole
 
 QUESTIONS = ("What colour is the circle?", "How many squares are there? Answer with one word.", "yes no 1 2 3")
 PARTS = "{% for message in messages %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
@@ -110,8 +110,7 @@ def test_text_activation_is_that_of_the_whole_prompt(model: Backbone, texts: lis
         first_active = scorer.first_active(texts, [activation] * len(texts))
         terms = replace(memory.terms(keys), first_active=first_active)
         losses[activation] = scorer.losses(texts, memory, terms)
-        prompts, answers = [scorer.prefix(e) for e in texts], [scorer.answer_tokens(e) for e in texts]
-        whole = scorer.losses_of(texts, answer_logprobs(model, prompts, answers, memory, terms))
+        whole = losses_of_whole(scorer, texts, memory, terms)
         torch.testing.assert_close(losses[activation], whole, rtol=0, atol=1e-4)
     assert torch.equal(losses["prompt"], losses["text"])
     assert (losses["prompt"] - losses["generation"]).abs().max() > 1e-2

@@ -14,7 +14,6 @@ from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.anchors import AnchorStore
 from selector.data.examples import read_task
-from tests.task_data import record, write_task
 from tests.unit.selector.imitated import Request, imitated_server
 from tests.unit.selector.stream import PAPER, Stream, full_disk, stop
 
@@ -113,11 +112,8 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
     [
         (["--recipe", "refined"], "--iterations is for the recipe 'paper', and this run's is 'refined'"),
         (["--steps", "5"], "--steps is for the recipe 'refined' and 'document', and this run's is 'paper'"),
-        (["--budget", "0"], "budget: Input should be greater than or equal to 1 (found 0)"),
-        (["--output", "/dev/null/next.safetensors"], "the folder /dev/null cannot be made: /dev/null is no folder"),
         (["--output", "x" * 300], "cannot write there: File name too long"),
         (["--previous", "/nowhere/old.safetensors"], "/nowhere/old.safetensors: no such file"),
-        (["--task", "/nowhere/train.jsonl"], "cannot read the task data"),
         (["--publish", "ftp://host"], "must be an http or https address, found 'ftp://host'"),
         (["--publish", "127.0.0.1:18100"], "did you mean http://127.0.0.1:18100?"),
         (["--publish", "http://host:x"], "must be an address such as http://127.0.0.1:8000"),
@@ -133,22 +129,6 @@ def test_stopped_while_it_writes_it_ends_with_the_same_digest(
 def test_wrong_arguments_are_refused(stream: Stream, options: list[str], message: str) -> None:
     assert message in stream.refuse("colours", *options)
     assert list(stream.folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([], "holds no examples"),
-        ([record(0)], "a tenth is held out for validation"),
-        ([record(0), record(1, answer="word " * 5000), record(2)], "example 'e1' of task 'colours' has"),
-    ],
-    ids=["none", "one", "longer than the context"],
-)
-def test_examples_that_cannot_be_used_are_refused(
-    stream: Stream, tmp_path: Path, records: list[dict[str, Any]], message: str
-) -> None:
-    assert message in stream.refuse("colours", "--task", str(write_task(tmp_path / "task", records)))
-    assert not stream.output("colours").exists()
 
 
 def test_a_previous_bundle_that_does_not_fit_is_refused_and_stays(

@@ -20,7 +20,7 @@ from selector.data.examples import read_task
 from selector.update.forget import without_entries
 from tests.task_data import questions_about, write_task
 from tests.unit.selector import small_select
-from tests.unit.selector.stream import FIXED, PAPER, REFINED, Stream, kill_when
+from tests.unit.selector.stream import REFINED, Stream, kill_when
 
 
 def of_data(stream: Stream, anchors: Path) -> Stream:
@@ -229,13 +229,6 @@ def test_bad_input_is_named_and_leaves_everything_as_it_was(learnt: Stream) -> N
 
     assert stream.output("colours").read_bytes() == before
     assert list(stream.folder.glob("*.safetensors")) == [stream.output("colours")]
-
-
-def test_a_paper_bundle_cannot_be_continued(stream: Stream, tmp_path: Path) -> None:
-    paper = (*PAPER, *FIXED, "--iterations", "1", "--anchors", str(tmp_path / "anchors"))
-    replace(stream, options=paper).update("colours")
-    refusal = stream.refuse("counts", "--recipe", "refined", previous="colours")
-    assert "made by the recipe 'paper', which the recipe 'refined' cannot continue" in refusal
 
 
 def test_a_loss_that_is_not_a_number_writes_nothing(

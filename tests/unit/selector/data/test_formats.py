@@ -142,13 +142,6 @@ def test_alpaca_with_an_input_and_a_system_prompt(tmp_path: Path) -> None:
     assert user["content"] == [{"type": "text", "text": "Translate.\n\nder Hund"}]
 
 
-def test_an_earlier_turn_of_the_assistant_stays_in_the_prompt(tmp_path: Path) -> None:
-    turns = [{"from": who, "value": text} for who, text in (("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))]
-    (tmp_path / "x.jsonl").write_bytes(jsonl([{"conversations": turns}]))
-    (example,) = read_task(tmp_path / "x.jsonl")
-    assert ([m["role"] for m in example.messages], example.answer) == (["user", "assistant", "user"], "d")
-
-
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [

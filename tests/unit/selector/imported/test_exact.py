@@ -1,13 +1,13 @@
 """An imported memory gives the log-probabilities of its source, whatever RoPE the model has; else it is refused."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import BundleError, UnsupportedModel
@@ -24,7 +24,8 @@ from selector.update.inputs import check_continued
 from tests.imported import ADAPTERS, behind_adapter, behind_cache, behind_text, save_adapter, save_cartridge
 from tests.tiny_families import FAMILIES, LATENT_FAMILIES
 from tests.tiny_hybrids import save_lfm2
-from tests.tiny_models import save_tiny_text_model
+
+from .conftest import small_llama
 
 TOLERANCE, MATTERS = 2e-5, 0.1
 QUESTION, ANSWER = "Is the red triangle left of the blue one?", [5, 60, 7, 300, 12, 100, 33]
@@ -32,20 +33,7 @@ TEXT = "The picture shows two green stars and a yellow ring. Answer in a sentenc
 
 
 def rope(**parameters: Any) -> Callable[[Path], Path]:
-    def config(**tokens: int | None) -> LlamaConfig:
-        return LlamaConfig(
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            head_dim=8,
-            max_position_embeddings=512,
-            rope_parameters={"rope_theta": 10000.0, **parameters},
-            **tokens,
-        )
-
-    return lambda folder: save_tiny_text_model(folder, config)
+    return partial(small_llama, max_position_embeddings=512, rope_parameters={"rope_theta": 10000.0, **parameters})
 
 
 LONGER = {"factor": 4.0, "original_max_position_embeddings": 128}

@@ -42,24 +42,14 @@ def test_a_gone_task_has_no_row_in_the_gate() -> None:
     assert gate.rule.decide(evidence).margins == before.rule.decide(evidence).margins[:1]
 
 
-class TestNamed:
-    def rows(self, bundle: Bundle, **named: object) -> list[int]:
-        return rows_to_forget(bundle, Forgotten(**named), "b.safetensors")  # type: ignore[arg-type]
-
-    def test_by_id_and_task(self) -> None:
-        bundle = random_gated_bundle()
-        assert self.rows(bundle, ids=["e3", "e0"]) == [0, 3]
-        assert self.rows(bundle, tasks=["b"]) == [2, 4]
-        assert self.rows(bundle, ids=["e0"], tasks=["b"]) == [0, 2, 4]
-
-    @pytest.mark.parametrize(
-        ("named", "problem"),
-        [
-            ({"ids": ["e0", "e9"]}, "there is no entry 'e9'"),
-            ({"tasks": ["u"]}, "there is no entry of the task 'u'"),
-            ({"tasks": ["t"]}, "all 5 entries would be forgotten, and a bundle needs one: unload"),
-        ],
-    )
-    def test_what_cannot_be_forgotten(self, named: dict[str, list[str]], problem: str) -> None:
-        with pytest.raises(BundleError, match=f"b.safetensors: {problem}"):
-            self.rows(random_bundle(), **named)
+@pytest.mark.parametrize(
+    ("named", "problem"),
+    [
+        ({"ids": ["e0", "e9"]}, "there is no entry 'e9'"),
+        ({"tasks": ["u"]}, "there is no entry of the task 'u'"),
+        ({"tasks": ["t"]}, "all 5 entries would be forgotten, and a bundle needs one: unload"),
+    ],
+)
+def test_what_cannot_be_forgotten(named: dict[str, list[str]], problem: str) -> None:
+    with pytest.raises(BundleError, match=f"b.safetensors: {problem}"):
+        rows_to_forget(random_bundle(), Forgotten(**named), "b.safetensors")
