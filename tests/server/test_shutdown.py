@@ -102,6 +102,7 @@ def stop(world: World, url: str, *, drains: bool) -> Stopped:
         wait_until(lambda: all(s.is_sent for s in streams), 4 * SECONDS)
         load = pool.submit(Bundles(url).load, "late", late)
         wait_until(held.exists, 4 * SECONDS)
+        wait_until(lambda: any(5 < s.tokens < TOKENS // 2 for s in streams), 4 * SECONDS)  # in the middle of an answer
         begun = [stream.tokens > 0 for stream in streams]
         began = time.monotonic()
         server.send_signal(signal.SIGTERM)

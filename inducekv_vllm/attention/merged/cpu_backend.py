@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ...errors import UnsupportedModel
 from ...vllm_seams.config import InduceKVConfig
 from ..cpu_ops import finite_or, is_sum_finite
-from ..resident_bundle import LayerMemory, ResidentBundle
+from ..resident_bundle import LayerMemory
 from ..slots import ActingRows
 from . import cpu
 from .merge import merge_memory
@@ -108,36 +108,38 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         if self._layer_index is None:
             self._layer_index = extract_layer_index(layer.layer_name)  # type: ignore[attr-defined]
         if (span := step.only_span(len(query))) is not None:
-            whole = self._whole(span, query, key, value)
+            stored = span.memory.bundle.layers[self._layer_index]
+            whole = cpu.short_prompt_attention(query, key, value, stored, span, self.scale)
             if is_sum_finite(whole):
                 return output.copy_(whole)
         super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        for span in step.prefills:
-            output[span.rows] = self._prefill(span, query, key, value, kv_cache, output[span.rows])
-        for batch in step.decodes:
-            output[batch.rows] = self._decode(batch, query[batch.rows], kv_cache, output[batch.rows])
+        self._add_memory(step, self._layer_index, query, key, value, kv_cache, output)
         return output
 
-    def _stored(self, bundle: ResidentBundle) -> LayerMemory:
-        assert self._layer_index is not None
-        return bundle.layers[self._layer_index]
-
-    def _whole(self, span: PrefillSpan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, stored = span.rows, self._stored(span.memory.bundle)
-        return cpu.short_prompt_attention(query[rows], key[rows], value[rows], stored, span, self.scale)
-
-    def _prefill(
+    def _add_memory(
         self,
-        span: PrefillSpan,
+        step: StepMemory,
+        layer_index: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        self_output: Tensor,
+        output: Tensor,
+    ) -> None:
+        for span in step.prefills:
+            stored = span.memory.bundle.layers[layer_index]
+            q, k, v, own = (each[span.rows] for each in (query, key, value, output))
+            if span.whole_mask is None:
+                output[span.rows] = self._prefill(span, stored, q, k, kv_cache, own)
+            else:
+                output[span.rows] = finite_or(cpu.short_prompt_attention(q, k, v, stored, span, self.scale), own)
+        for batch in step.decodes:
+            stored = batch.bundle.layers[layer_index]
+            output[batch.rows] = self._decode(batch, stored, query[batch.rows], kv_cache, output[batch.rows])
+
+    def _prefill(
+        self, span: PrefillSpan, stored: LayerMemory, query: Tensor, key: Tensor, kv_cache: Tensor, self_output: Tensor
     ) -> Tensor:
-        if span.whole_mask is not None:
-            return finite_or(self._whole(span, query, key, value), self_output)
-        stored, query, key = self._stored(span.memory.bundle), query[span.rows], key[span.rows]
         memory_output, memory_lse = cpu.prefill_memory_attention(query, stored, span.memory, self.scale)
         self_lse = cpu.prefill_self_lse(query, key, kv_cache, span, self.scale)
         remainder = span.memory.log_remainder if span.memory.has_remainder else None
@@ -146,8 +148,9 @@ class InduceKVCPUImpl(CPUAttentionBackendImpl):
         )
         return finite_or(merged.to(self_output.dtype), self_output)
 
-    def _decode(self, batch: DecodeBatch, query: Tensor, kv_cache: Tensor, self_output: Tensor) -> Tensor:
-        stored = self._stored(batch.bundle)
+    def _decode(
+        self, batch: DecodeBatch, stored: LayerMemory, query: Tensor, kv_cache: Tensor, self_output: Tensor
+    ) -> Tensor:
         memory_output, memory_lse = cpu.decode_memory_attention(query, stored, batch, self.scale)
         self_lse = cpu.decode_self_lse(query, kv_cache, batch, self.scale)
         remainder = batch.log_remainder

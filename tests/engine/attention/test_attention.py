@@ -108,11 +108,14 @@ def _run_step(dtype: torch.dtype, requests: list[tuple[int, int, RequestMemory |
     step = plan_step(ScheduledStep(acting, [T for _, T, _ in requests], table, C, G))
 
     query = torch.cat(queries)
-    key = torch.cat([k[len(k) - R :] for k, (R, _, _) in zip(keys, requests, strict=True)])
+    key, value = (
+        torch.cat([each[len(each) - R :] for each, (R, _, _) in zip(of_all, requests, strict=True)])
+        for of_all in (keys, values)
+    )
     output = torch.cat([attention_with_memory(*qkv, None) for qkv in zip(queries, keys, values, strict=True)])
     impl = InduceKVCPUImpl.__new__(InduceKVCPUImpl)
     impl.scale = SCALE
-    impl._add_memory(step, 0, query, key, kv_cache, output)
+    impl._add_memory(step, 0, query, key, value, kv_cache, output)
 
     worst = 0.0
     for (R, _, memory), start, q, k, v in zip(requests, starts, queries, keys, values, strict=False):
@@ -201,7 +204,8 @@ def test_what_is_not_finite_is_not_added(form: str) -> None:
         step = plan_step(ScheduledStep([ActingRows(memory, 0, 0, rows)], [rows], table, C, G))
         impl = InduceKVCPUImpl.__new__(InduceKVCPUImpl)
         impl.scale = SCALE
-        impl._add_memory(step, 0, query, torch.zeros(rows, J, D), kv_cache, result)
+        own = torch.zeros(2, rows, J, D)
+        impl._add_memory(step, 0, query, *own, kv_cache, result)
     assert torch.equal(result[..., D // 2 :], output[..., D // 2 :])
     assert result.isfinite().all()
     assert (result[..., : D // 2] != output[..., : D // 2]).all()
