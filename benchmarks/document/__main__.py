@@ -38,6 +38,7 @@ from selector.backbone.prefix import cached_at
 from selector.backbone.tiled_attention import tiled_attention
 from selector.document.chunks import chunks_of
 from selector.document.compaction import memory_of
+from selector.document.references import ids_of
 from selector.document.settings import DocumentSettings
 from selector.document.text import CompactedText, ReadText, Text, compacted_text, joined, trained_text
 from selector.refined.settings import usual_precision
@@ -143,13 +144,12 @@ class Compared:
         return self._measured(joined(whole.memories)) | taken | {"mb": self._mb(self.text.tokens)}
 
     def _late(self) -> dict[str, Any]:
-        memory, encoded, tokenizer = joined(self.read[0].memories), self._encoded, self.backbone.tokenizer
-        said = [generate_late(self.backbone, encoded(each.question), TOKENS, memory).token_ids for each in self.asked]
-        nats = [
-            -float(score_late(self.backbone, encoded(each.question + ALONE), self._value(each), memory).sum())
-            for each in self.asked
-        ]
-        return self._answered(tokenizer.batch_decode(said, skip_special_tokens=True), nats)
+        backbone, memory, said, nats = self.backbone, joined(self.read[0].memories), list[list[int]](), list[float]()
+        for each in self.asked:
+            asked, alone = (self._encoded(f"{each.question}{more}") for more in ("", ALONE))
+            said.append(generate_late(backbone, asked, TOKENS, memory).token_ids)
+            nats.append(-float(score_late(backbone, alone, ids_of(backbone, each.values[0]), memory).sum()))
+        return self._answered(backbone.tokenizer.batch_decode(said, skip_special_tokens=True), nats)
 
     def _memory(self, kept: Callable[[int], CompactedText], share: int, steps: int = 0) -> dict[str, Any]:
         """The text is read once for all shares; its seconds count for each."""
@@ -201,7 +201,7 @@ class Compared:
             prompts, alone = (
                 [self._encoded(put(f"{each.question}{more}"), begun) for each in some] for more in ("", ALONE)
             )
-            values = [self._value(each) for each in some]
+            values = [ids_of(self.backbone, each.values[0]) for each in some]
             terms = None if memory is None else memory.terms(memory.retrieval_keys.expand(len(some), -1))
             with tiled_attention(self.backbone):
                 found = generate(self.backbone, prompts, TOKENS, memory, terms)
@@ -213,10 +213,6 @@ class Compared:
         answers = {each.question: text for each, text in zip(self.asked, said, strict=True)}
         right = sum(is_right(answers[each.question], each) for each in self.asked)
         return {"right": right, "nats_of_a_value": fmean(nats), "answers": answers}
-
-    def _value(self, asked: Asked) -> list[int]:
-        ids: list[int] = self.backbone.tokenizer(asked.values[0], add_special_tokens=False)["input_ids"]
-        return ids
 
     def _encoded(self, text: str, begun: int = 0) -> Inputs:
         inputs = self.backbone.encode([message("user", text)], [])

@@ -67,7 +67,9 @@ CASES = {
     ),
     "no anchors": Case(ConfigError, "no anchors of the task 'colours'", {"anchors": "none"}, after="colours"),
     "no room": Case(ConfigError, "the budget of 1 entries does not hold 1", settings={"budget": 1}, after="colours"),
-    "no budget": Case(ConfigError, "budget: Input should be greater than or equal to 1", settings={"budget": 0}),
+    "no budget": Case(
+        ConfigError, "budget: Input should be greater than or equal to 1 (found 0)", settings={"budget": 0}
+    ),
     "too large a budget": Case(
         ConfigError,
         "budget: Input should be less than",
@@ -96,7 +98,10 @@ CASES = {
     ),
     "other maps": Case(BundleError, "maps of rank 8, found 2", settings={"map_rank": 2}, after="colours"),
     "the other recipe's bundle": Case(
-        BundleError, "which the recipe 'refined' cannot continue", settings={"weighting": "uniform"}, after="built"
+        BundleError,
+        "made by the recipe 'paper', which the recipe 'refined' cannot continue",
+        settings={"weighting": "uniform"},
+        after="built",
     ),
     "another model": Case(
         FingerprintMismatch, "the previous bundle was made for another backbone", {"model": "qwen3-vl"}, after="colours"

@@ -175,25 +175,24 @@ def test_it_finds_what_comparing_one_by_one_finds(questions: list[str], request:
 
 PIECES = st.sampled_from(
     (
-        *(
-            "What",
-            "is",
-            "的",
-            "東京",
-            "コード",
-            "Straße",
-            "İstanbul",
-            "ǆ",
-            "ﬁ",
-            "C++",
-            "#",
-            "-5",
-            "1.2",
-            "(",
-            "?",
-            ". ",
-        ),
-        *("\n", "'s"),
+        "What",
+        "is",
+        "的",
+        "東京",
+        "コード",
+        "Straße",
+        "İstanbul",
+        "ǆ",
+        "ﬁ",
+        "C++",
+        "#",
+        "-5",
+        "1.2",
+        "(",
+        "?",
+        ". ",
+        "\n",
+        "'s",
     )
 )
 TEXTS = st.one_of(st.text(max_size=40), st.lists(st.one_of(PIECES, st.text(max_size=3))).map(" ".join), QUESTIONS)
