@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..backbone.injection import TensorMemory, own_attention
+from inducekv_vllm.attention.cpu_ops import fused_attention
+
+from ..backbone.injection import TensorMemory
 from ..backbone.loading import decoder
 from ..backbone.model import Backbone, attention_named
 from .matching import Kept, Queries, kept
@@ -101,8 +103,8 @@ class _Compacting:
         """Compact this layer's keys and values, and attend to what is left: [1, T, H, V]."""
         layer, dtype = len(self.found), query.dtype
         with torch.autocast(query.device.type, enabled=False):
-            asking = self._of_parts(query.float(), key.float(), value.float())
-            queries = [_queries(each, scaling) for each in asking]
+            asking = self._of_parts(query, key, value, scaling=scaling)
+            queries = [_queries(each, key.shape[1]) for each in asking]
             moves = self._moves(queries)
             outputs, found = list[Tensor](), list[Kept]()
             for part, of_part, references in zip(self._parts, queries, asking, strict=True):
@@ -110,54 +112,82 @@ class _Compacting:
                     each[layer, 0].to(query.device) for each in (part.memory.payload_keys, part.memory.payload_values)
                 )
                 found.append(kept(of_part, keys, values, part.kept, moves))
-                outputs += [_behind(module, found[-1], each, scaling) for each in references]
+                outputs += [_behind(found[-1], each) for each in references]
         keys, values = (torch.cat([getattr(each, name) for each in found], dim=1) for name in ("keys", "values"))
         self.found.append((keys, values, torch.stack([each.lost for each in found]).mean(dim=0)))
         return torch.cat(outputs, dim=1).to(dtype), None
 
-    def _of_parts(self, *tensors: Tensor) -> list[list[Own]]:
-        """Of the references of each part, from [1, heads, T, size] of all."""
+    def _of_parts(self, *tensors: Tensor, scaling: float) -> list[list[Own]]:
+        """Of the references of each part, from query, key and value [1, heads, T, size] of all."""
         lengths = [len(each) for part in self._parts for each in part.references]
-        own = (Own(*each) for each in zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True))
+        of_each = zip(*(torch.split(each[0], lengths, dim=1) for each in tensors), strict=True)
+        own = (Own(q.float() * scaling, *self_attention(q, k, v, scaling)) for q, k, v in of_each)
         return [list(itertools.islice(own, len(part.references))) for part in self._parts]
 
     def _moves(self, queries: Sequence[Queries]) -> int:
         """How many there is time for, in this layer."""
         logits = sum(each.own_mass.numel() * part.kept for each, part in zip(queries, self._parts, strict=True))
         tokens = sum(part.memory.payload_keys.shape[3] for part in self._parts)
-        return min(MOVES, WORK * LONG // (logits * (LONG + tokens)) + 1)
+        return min(MOVES, WORK * LONG // (logits * (LONG + tokens)))
 
 
 class Own(NamedTuple):
-    """What a reference of T tokens has in a layer, float32."""
+    """What a reference of T tokens asks in a layer, and what it sees of itself, as float32."""
 
-    query: Tensor  # [1, H, T, D]
-    key: Tensor  # [1, J, T, D]
-    value: Tensor  # [1, J, T, V]
+    query: Tensor  # [H, T, D], times the softmax scale
+    output: Tensor  # [H, T, V]
+    mass: Tensor  # [H, T], its logarithm
 
 
-def _queries(references: Sequence[Own], scaling: float) -> Queries:
-    """Of the KV heads, about `QUERIES` of each, and what they see of their own references."""
-    (_, H, _, D), J = references[0].query.shape, references[0].key.shape[1]
-    one_in = max(1, round(sum(each.query.shape[2] for each in references) * H // J / QUERIES))
+def _queries(references: Sequence[Own], J: int) -> Queries:
+    """Of the KV heads, about `QUERIES` of each."""
+    G = len(references[0].query) // J
+    one_in = max(1, round(sum(each.query.shape[1] for each in references) * G / QUERIES))
     found = list[Queries]()
-    for query, key, value in references:
-        heads, tokens = torch.arange(H // J), torch.arange(query.shape[2])
+    for own in references:
+        heads, tokens = torch.arange(G), torch.arange(own.query.shape[1])
         g, t = ((heads[:, None] + tokens) % one_in == 0).nonzero(as_tuple=True)  # [r] and [r]
-        grouped = (query[0] * scaling).view(J, H // J, -1, D)[:, g, t]  # [J, r, D]
-        later = (tokens > t[:, None]).to(query.device)  # [r, T]
-        logits = (grouped @ key[0].mT).masked_fill(later, -torch.inf)  # [J, r, T]
-        mass = logits.logsumexp(dim=-1)  # [J, r]
-        found.append(Queries(grouped, mass, (logits - mass[..., None]).exp() @ value[0]))
+        query, output, mass = (each.view(J, G, *each.shape[1:])[:, g, t] for each in own)  # [J, r, ...]
+        found.append(Queries(query, mass, output))
     return Queries(*(torch.cat([getattr(each, field.name) for each in found], dim=1) for field in fields(Queries)))
 
 
-def _behind(module: torch.nn.Module, left: Kept, own: Own, scaling: float) -> Tensor:
-    """The model's attention of a reference behind what is left: [1, T, H, V]."""
-    m, T = left.keys.shape[1], own.query.shape[2]
-    keys, values = torch.cat([left.keys[None], own.key], dim=2), torch.cat([left.values[None], own.value], dim=2)
-    visible = torch.ones(T, m + T, dtype=torch.bool, device=keys.device).tril(m)
-    return own_attention(module, own.query, keys, values, visible[None, None], scaling)
+def _behind(left: Kept, own: Own) -> Tensor:
+    """The attention of a reference behind what is left: [1, T, H, V]."""
+    output, mass = attention(own.query, left.keys, left.values)
+    share = torch.sigmoid(mass - own.mass)[..., None]
+    return torch.lerp(own.output, output, share).transpose(0, 1)[None]
+
+
+def self_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> list[Tensor]:
+    """The causal `attention` of a reference to itself in the dtype of its products, as float32."""
+    dtype = values.dtype  # rotated keys and queries of a float32 model stay float32, whatever its products have
+    return [each.float() for each in attention(query.to(dtype), keys.to(dtype), values, scaling, is_causal=True)]
+
+
+def attention(
+    query: Tensor,  # [H, T, D]
+    keys: Tensor,  # [J, S, D]
+    values: Tensor,  # [J, S, V]
+    scaling: float = 1.0,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The output [H, T, V], and the logarithm of the mass of what is seen [H, T]."""
+    keys, values = (each.repeat_interleave(len(query) // len(each), dim=0) for each in (keys, values))
+    compute = fused_attention if query.device.type == "cpu" else plain_attention
+    output, mass = compute(query[None], keys[None], values[None], None, scaling, is_causal)
+    return output[0], mass[0]
+
+
+def plain_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: None, scale: float, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`fused_attention` on any device, without a mask."""
+    logits = query @ keys.mT * scale  # [N, h, R, S]
+    if is_causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    mass = logits.logsumexp(dim=-1)
+    return (logits - mass[..., None]).exp() @ values, mass
 
 
 def _no_mask(*_: object, **__: object) -> None:

@@ -21,6 +21,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..runtime.cpu import rounded_products
+
 LEAST_BIAS, MOST_BIAS = -6.0, 8.0  # of a key: the logarithm of how many keys it stands for
 ROUNDS: Final = 24  # of a pursuit, at most: later ones take several keys at once
 STEPS: Final = 100  # of projected gradients
@@ -71,7 +73,7 @@ def kept(queries: Queries, keys: Tensor, values: Tensor, t: int, moves: int) -> 
     Args:
         keys: [J, N, D]; the first one, at which attention rests, is always among those that are taken.
         values: [J, N, V].
-        moves: steps of gradients.
+        moves: steps of gradients; 0 for none.
     """
     if t == keys.shape[1]:
         return Kept(keys, values, keys.new_zeros(len(keys)))
@@ -84,7 +86,9 @@ def kept(queries: Queries, keys: Tensor, values: Tensor, t: int, moves: int) -> 
     rows = by_pursuit(share, target, t)  # [J, t]
     bias = nnls(_columns(share, rows), target).log().clamp(LEAST_BIAS, MOST_BIAS)  # [J, t]
     found = _rows(keys, rows) + bias[..., None] * direction(fitted.queries, target)[:, None]
-    left = moved(fitted, wanted, found, fitted_values(fitted, wanted, found, _rows(values, rows)), moves)
+    left = found, fitted_values(fitted, wanted, found, _rows(values, rows))
+    if moves:
+        left = moved(fitted, wanted, *left, moves)
     return Kept(*left, lost(asked, keys, values, *left))
 
 
@@ -107,7 +111,9 @@ def by_pursuit(share: Tensor, target: Tensor, t: int) -> Tensor:
         share: [J, R, N].
         target: [J, R].
     """
-    gram, onto = share.mT @ share, (share.mT @ target[..., None])[..., 0]  # [J, N, N] and [J, N]
+    with rounded_products():  # which tell keys apart as well
+        gram = torch.stack([each.mT @ each for each in share])  # [J, N, N]; torch rounds no products of batches
+    onto = (share.mT @ target[..., None])[..., 0]  # [J, N]
     rows = torch.zeros(len(gram), 1, dtype=torch.int64, device=onto.device)
     while (found := rows.shape[1]) < t:
         among = _rows(gram, rows)  # [J, found, N]

@@ -1,7 +1,11 @@
 """What this machine's CPU computes fast."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+import torch
 
 CPU_INFO: Final = Path("/proc/cpuinfo")
 BFLOAT16: Final = frozenset({"avx512_bf16", "amx_bf16"})
@@ -12,3 +16,14 @@ def has_bfloat16() -> bool:
     # Torch also calls bfloat16 supported where it emulates it.
     flags = (line for line in CPU_INFO.read_text().splitlines() if line.startswith("flags"))
     return not BFLOAT16.isdisjoint(next(flags, "").split())
+
+
+@contextlib.contextmanager
+def rounded_products() -> Iterator[None]:
+    """Within the context, float32 matrices are multiplied as bfloat16 and added up in float32, if that is faster."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if has_bfloat16() else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from selector.backbone.generation import score
 from selector.backbone.model import Backbone
-from selector.document.compaction import Part, compacted, memory_of
+from selector.document.compaction import Part, attention, compacted, memory_of, plain_attention
 from selector.document.matching import kept
 from selector.document.references import about, references, repeat, turns_about
 from selector.document.text import Block, read
@@ -113,3 +113,14 @@ def test_less_is_asked_about_a_text_if_there_is_no_room_and_all_is_repeated(llam
         assert all(sentence in repeated for sentence in sentences)
         found.append(sum(text.count("What does the text say") for text in texts))
     assert found[0] == 60 > found[1] > found[2] > 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_fused_kernel_and_the_formula_of_other_devices_agree(is_causal: bool) -> None:
+    torch.manual_seed(3)
+    query, keys, values = torch.randn(4, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    of_heads = [each.repeat_interleave(2, dim=0)[None] for each in (keys, values)]
+    fused = attention(query, keys, values, 0.3, is_causal)
+    plain = plain_attention(query[None], *of_heads, None, 0.3, is_causal)
+    for found, expected in zip(fused, plain, strict=True):
+        assert torch.allclose(found, expected[0], atol=1e-5)
