@@ -119,8 +119,8 @@ def test_less_is_asked_about_a_text_if_there_is_no_room_and_all_is_repeated(llam
 def test_the_fused_kernel_and_the_formula_of_other_devices_agree(is_causal: bool) -> None:
     torch.manual_seed(3)
     query, keys, values = torch.randn(4, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
-    of_heads = [each.repeat_interleave(2, dim=0)[None] for each in (keys, values)]
+    of_heads, of_values = (each.repeat_interleave(2, dim=0)[None] for each in (keys, values))
     fused = attention(query, keys, values, 0.3, is_causal)
-    plain = plain_attention(query[None], *of_heads, None, 0.3, is_causal)
+    plain = plain_attention(query[None], of_heads, of_values, None, 0.3, is_causal)
     for found, expected in zip(fused, plain, strict=True):
         assert torch.allclose(found, expected[0], atol=1e-5)
