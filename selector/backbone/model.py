@@ -6,7 +6,7 @@ Shapes: n requests, T prompt tokens, L layers, J KV heads, D head size, V size o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,9 +118,8 @@ class Backbone:
         placeholders = self.tokenizer.convert_ids_to_tokens(sorted(placeholder_ids(self.model.config)))
         return frozenset(mark for mark in (*named, *placeholders) if isinstance(mark, str) and mark)
 
-    def _refuse_marks(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """The processor would take such a text for a picture that is not there."""
-        texts = (part["text"] for message in messages for part in message["content"] if part["type"] == "text")
+    def refuse_marks(self, texts: Iterable[str]) -> None:
+        """Raises TaskDataError: the processor would take such a text for a picture that is not there."""
         for text in texts:
             if found := next((mark for mark in sorted(self.picture_marks) if mark in text), None):
                 raise TaskDataError(f"the text holds {found!r}, which stands for a picture in this model's prompts")
@@ -201,18 +200,26 @@ class Backbone:
             )
         if places and not self.template_takes_parts and picture_mark(self.processor) is None:
             raise TaskDataError("the model's chat template takes text alone, so it has no place for images")
-        self._refuse_marks(messages)
-        prompt = self.chat_text(messages, generation_prompt=True)
+        parts = (part for message in messages for part in message["content"])
+        self.refuse_marks(part["text"] for part in parts if part["type"] == "text")
+        # Chat templates contain the special tokens; vLLM adds none either.
+        return self.encode_text(self.chat_text(messages, generation_prompt=True), images, add_special_tokens=False)
+
+    def encode_text(self, text: str, images: Sequence[Image.Image], *, add_special_tokens: bool) -> Inputs:
+        """A text as it is, with the mark of each picture as the chat template writes it.
+
+        Raises:
+            TaskDataError: the model's processor refuses it, or the tokens of a picture see each other in the model.
+        """
+        options: dict[str, Any] = {"text": [text], "add_special_tokens": add_special_tokens, "return_tensors": "pt"}
         try:
-            # Chat templates contain the special tokens; vLLM adds none either.
-            options: dict[str, Any] = {"text": [prompt], "add_special_tokens": False, "return_tensors": "pt"}
             if self.kind == "text":
                 inputs = self.tokenizer(**options, return_token_type_ids=False)
             else:
                 inputs = self.processor(**options, images=list(images) or None)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise TaskDataError(f"the model's processor refuses the messages: {error}") from error
-        if places and self._sees_pictures_whole(inputs):
+        if images and self._sees_pictures_whole(inputs):
             raise TaskDataError(
                 f"the tokens of a picture see each other in {type(self.model).__name__}, which memory's attention does "
                 "not have: text alone can be taught"

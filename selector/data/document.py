@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from inducekv_vllm.bundle import EntryRecord
 from inducekv_vllm.bundle.metadata import MAX_ID, is_unicode
@@ -10,10 +11,15 @@ from inducekv_vllm.errors import TaskDataError
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its name, which is the title that questions mention and the task of its entry."""
+    """A text and its name, which is the title that questions mention and the task of its entry.
+
+    Attributes:
+        folder: of the pictures that a text in Markdown names, for a model that takes pictures; None: it has none.
+    """
 
     name: str
     text: str
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises TaskDataError: no bundle can record the name."""

@@ -209,6 +209,23 @@ def _image_path(part: dict[str, Any], folder: Path, place: str) -> Path:
         reference = url.get("url") if isinstance(url, dict) else url
     if not isinstance(reference, str) or not reference:
         raise TaskDataError(f"{place}: an image must be a relative path, found {shown(reference)}")
+    return _path_beneath(reference, folder, place)
+
+
+def is_url(reference: str) -> bool:
+    return _URL.match(reference) is not None
+
+
+def picture_beneath(reference: str, folder: Path, place: str) -> Image.Image:
+    """A picture in RGB, beneath the folder of the file that names it.
+
+    Raises:
+        TaskDataError: it is a URL, lies outside the folder, is not there, or cannot be used; begins with `place`.
+    """
+    return decoded(_image_bytes(_path_beneath(reference, folder, place), place))
+
+
+def _path_beneath(reference: str, folder: Path, place: str) -> Path:
     if found := _URL.match(reference):
         is_data = found[0].lower() == "data:"
         raise TaskDataError(
@@ -222,7 +239,7 @@ def _image_path(part: dict[str, Any], folder: Path, place: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, or a circle of links
         raise TaskDataError(f"{place}: {shown(reference)} is not the name of an image: {error!s:.80}") from error
     if not is_inside:
-        raise TaskDataError(f"{place}: the image {shown(reference)} lies outside the task file's folder")
+        raise TaskDataError(f"{place}: the image {shown(reference)} lies outside the folder of the file that names it")
     return path
 
 

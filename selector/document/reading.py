@@ -13,6 +13,7 @@ from ..data.document import Document
 
 MAX_BYTES: Final = 4 * 2**20  # of a file with text; a book has 1 MB
 MAX_PDF_BYTES: Final = 64 * 2**20
+MARKDOWN: Final = (".md", ".markdown")  # whose pictures are read
 INSTALL: Final = 'pip install "inducekv[documents]"'
 
 
@@ -26,13 +27,18 @@ def read_documents(path: Path, name: str | None = None) -> list[Document]:
         TaskDataError, ConfigError: see `read_document`; the folder has no files, or has several and they have one name.
     """
     if not path.is_dir():
-        return [Document(name or path.stem, read_document(path))]
+        return [document_of(path, name or path.stem)]
     files = sorted(each for each in path.iterdir() if each.is_file() and not each.name.startswith("."))
     if not files:
         raise TaskDataError(f"{path}: expected documents, found none in the folder")
     if name is not None:
         raise ConfigError(f"{path}: each document of a folder has its file's name, found the name {name!r}")
-    return [Document(file.stem, read_document(file)) for file in files]
+    return [document_of(file, file.stem) for file in files]
+
+
+def document_of(path: Path, name: str) -> Document:
+    """Of one file. Raises as `read_document` does."""
+    return Document(name, read_document(path), path.parent if path.suffix.lower() in MARKDOWN else None)
 
 
 def read_document(path: Path) -> str:

@@ -7,16 +7,15 @@ from pathlib import Path
 from inducekv_vllm.errors import ConfigError
 
 from ..backbone.model import Backbone
-from ..data.document import Document
 from ..imported.prefix import Prefix
 from ..imported.source import Source, sha256_of
-from .reading import read_document
+from .reading import document_of
 from .text import ReadText, Text, compacted_text
 
 
 def compacted_source(path: Path, share: int) -> Source:
     """One token for `share` of the text's. Raises TaskDataError: it cannot be read."""
-    document = Document(path.stem, read_document(path))
+    document = document_of(path, path.stem)
 
     def prefix(backbone: Backbone) -> Prefix:
         """Raises ConfigError: no token is left. TaskDataError: it is no document."""

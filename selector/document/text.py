@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
@@ -22,7 +22,7 @@ from inducekv_vllm.errors import TaskDataError
 
 from ..backbone.generation import score
 from ..backbone.injection import TensorMemory
-from ..backbone.model import Backbone
+from ..backbone.model import Backbone, Inputs
 from ..backbone.prefix import cached_at
 from ..backbone.scoring import Scorer
 from ..backbone.tiled_attention import tiled_attention
@@ -31,6 +31,7 @@ from ..data.examples import Example
 from ..runtime.running import Run
 from .chunks import chunks_of, spread
 from .compaction import Part, compacted, memory_of
+from .pictures import MARK, Illustrated, Picture, described, embedded, without_marks
 from .questions import question
 from .references import LONG, LONG_PART, PART, Turn, count_of, ids_of, references, repeat, turns_about
 from .settings import DocumentSettings
@@ -49,8 +50,10 @@ class Block:
     """A part of a text that is compacted by itself, and the pieces of it."""
 
     token_ids: Tensor  # [N] int64
-    text: str
+    text: str  # without its pictures
     pieces: list[str]
+    pictures: Sequence[Picture] = ()
+    inputs: Inputs = field(default_factory=dict)  # what the processor has made of text and pictures, if it has any
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,23 @@ class Text:
         """In one reading, if half of the context holds it; else in as few as there can be.
 
         Raises:
-            TaskDataError: it has too few tokens.
+            TaskDataError: it has too few tokens; and as `Illustrated.of`.
         """
-
-        count = partial(count_of, backbone)
+        shown = Illustrated.of(backbone, document)
+        left = iter(shown.pictures)
 
         def block(text: str, first: bool) -> Block:
-            ids = backbone.tokenizer(f"{text}\n\n", add_special_tokens=first)["input_ids"]  # BOS, if there is one
-            return Block(torch.tensor(ids), text, chunks_of(text, count, PIECE))
+            pictures = list(itertools.islice(left, text.count(MARK)))
+            inputs = shown.encoded(f"{text}\n\n", pictures, first)  # with BOS, if there is one
+            said = without_marks(text)
+            pieces = chunks_of(said, partial(count_of, backbone), PIECE)
+            return Block(inputs["input_ids"][0], said, pieces, pictures, inputs if pictures else {})
 
-        readings = chunks_of(document.text, count, min(READ, Scorer(backbone).context // 2))
-        found = cls(
-            document,
-            [[block(part, at == 0) for at, part in enumerate(chunks_of(each, count, BLOCK))] for each in readings],
-        )
+        readings = [
+            [block(part, at == 0) for at, part in enumerate(chunks_of(each, shown.count, BLOCK))]
+            for each in chunks_of(shown.text, shown.count, min(READ, Scorer(backbone).context // 2))
+        ]
+        found = cls(document, readings)
         if found.tokens < LEAST_TOKENS:
             raise TaskDataError(
                 f"the document {document.name!r} has {found.tokens} tokens, expected {LEAST_TOKENS} at least: put it "
@@ -120,8 +126,9 @@ class ReadText:
         nats = {"nothing": nats_of(backbone, pieces, None), "whole": nats_of(backbone, pieces, joined(memories))}
         part = PART if text.tokens <= LONG else LONG_PART
         kinds = [
-            turns_about(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens, part)
+            (*turns_about(backbone, block.text, REFERENCES * len(block.token_ids) // text.tokens, part), pictures)
             for block in text.blocks
+            for pictures in [described(backbone, block.pictures)]
         ]
         turns = [turn for of_block in kinds for of_kind in of_block for turn in of_kind]
         return cls(text, memories, turns, [references(backbone, *each) for each in kinds], nats)
@@ -200,8 +207,14 @@ def trained_text(
 
 def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:
     """The keys and values of each block's tokens, when all stand in front of a request, whose position is 0."""
-    ids = torch.cat([block.token_ids for block in blocks])[None]
-    cached = cached_at(backbone, torch.arange(-ids.shape[1], 0)[None], input_ids=ids)
+    if any(block.pictures for block in blocks):
+        embeddings, positions = embedded(
+            backbone, [block.inputs or {"input_ids": block.token_ids[None]} for block in blocks]
+        )
+        cached = cached_at(backbone, positions, inputs_embeds=embeddings)
+    else:
+        ids = torch.cat([block.token_ids for block in blocks])[None]
+        cached = cached_at(backbone, torch.arange(-ids.shape[1], 0)[None], input_ids=ids)
     sizes = [len(block.token_ids) for block in blocks]
     keys, values = (torch.split(each[:, 0], sizes, dim=2) for each in (cached.keys, cached.values))
     return [memory_of(*pair, backbone.hidden_size) for pair in zip(keys, values, strict=True)]
