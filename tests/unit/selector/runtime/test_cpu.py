@@ -1,8 +1,10 @@
 """What the CPU says of itself."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from selector.refined.settings import RefinedSettings
 from selector.runtime import cpu
@@ -25,3 +27,14 @@ def test_the_usual_precision_follows_the_cpus_instructions(
     monkeypatch.setattr(cpu, "CPU_INFO", info)
     assert RefinedSettings().precision == precision
     assert RefinedSettings(precision="bfloat16").precision == "bfloat16"
+
+
+@pytest.mark.parametrize(("has_instructions", "expected"), [(True, "medium"), (False, "highest")])
+def test_products_are_rounded_inside_alone(
+    monkeypatch: pytest.MonkeyPatch, has_instructions: bool, expected: str
+) -> None:
+    monkeypatch.setattr(cpu, "has_bfloat16", lambda: has_instructions)
+    with contextlib.suppress(ValueError), cpu.rounded_products():
+        assert torch.get_float32_matmul_precision() == expected
+        raise ValueError
+    assert torch.get_float32_matmul_precision() == "highest"
