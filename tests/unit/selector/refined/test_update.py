@@ -195,6 +195,22 @@ def test_all_trainings_are_begun_and_one_is_finished(llava: Backbone, tmp_path: 
     assert len(result.report["refinement"]["history"]) == 32
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_memory_on_the_generation_of_a_wide_model_begins_at_the_gates_layer(
+    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch, is_wide: bool
+) -> None:
+    """Where it costs no second pass."""
+    monkeypatch.setattr(candidates, "WIDE", llava.hidden_size + (not is_wide))
+    result = learn(llava, tmp_path, examples, activation="generation", steps=4)
+    gate = result.bundle.gate
+    assert gate is not None
+    layer, values = gate.layers[-1] if is_wide else 0, result.bundle.payload_values
+    assert gate.layers[-1] > 0
+    assert result.report["activation"]["first_layer"] == layer
+    assert not values[:layer].any()
+    assert values[layer:].flatten(1).any(dim=1).all()
+
+
 def test_what_is_finished_is_as_if_it_had_been_trained_alone(
     llava: Backbone, tmp_path: Path, examples: list[Example]
 ) -> None:
