@@ -42,6 +42,7 @@ from selector.document.references import ids_of
 from selector.document.settings import DocumentSettings
 from selector.document.text import CompactedText, ReadText, Text, compacted_text, joined, trained_text
 from selector.refined.settings import usual_precision
+from selector.runtime.cpu import keep_freed_memory
 from selector.runtime.running import Run
 
 MODEL: Final = "qwen2.5-0.5b"
@@ -99,6 +100,7 @@ class Compared:
 
     @cached_property
     def backbone(self) -> Backbone:
+        keep_freed_memory()  # as the command does
         return Backbone.load(model_folder(self.options.model), getattr(torch, self.options.dtype))
 
     @cached_property

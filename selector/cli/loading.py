@@ -19,7 +19,9 @@ def load_backbone(model: str, device: str | None = None, dtype: str = "float32")
     from transformers.utils.logging import disable_progress_bar
 
     from ..backbone.model import Backbone
+    from ..runtime.cpu import keep_freed_memory
 
+    keep_freed_memory()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     disable_progress_bar()  # type: ignore[no-untyped-call]
     return Backbone.load(model, getattr(torch, dtype), device)

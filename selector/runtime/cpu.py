@@ -1,6 +1,7 @@
-"""What this machine's CPU computes fast."""
+"""What this machine's CPU computes fast, and what makes it faster."""
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -8,6 +9,8 @@ from typing import Final
 import torch
 
 CPU_INFO: Final = Path("/proc/cpuinfo")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+MOST: Final = 2**31 - 1  # bytes
 BFLOAT16: Final = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -27,3 +30,14 @@ def rounded_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep the memory that it frees for its next tensors, if its C library can do that (glibc).
+
+    If not, the kernel maps, clears and unmaps the memory of each large tensor: a sixth of the time of a compaction.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        for threshold in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            library.mallopt(threshold, MOST)

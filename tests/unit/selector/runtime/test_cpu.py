@@ -1,6 +1,9 @@
 """What the CPU says of itself."""
 
 import contextlib
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,23 @@ def test_products_are_rounded_inside_alone(
         assert torch.get_float32_matmul_precision() == expected
         raise ValueError
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_the_memory_of_large_tensors_is_kept() -> None:
+    """A large tensor is no mapping of its own, which the kernel would take back with it."""
+    count = (
+        "import ctypes, sys, torch; from selector.runtime.cpu import keep_freed_memory\n"
+        "if sys.argv[1:]: keep_freed_memory()\n"
+        "info = ctypes.CDLL(None).mallinfo2\n"
+        "class Info(ctypes.Structure): _fields_ = [('numbers', ctypes.c_size_t * 10)]\n"
+        "info.restype = Info\n"
+        "before = info().numbers[3]\n"  # blocks that are mapped
+        "large = torch.ones(2**26, dtype=torch.uint8)\n"
+        "print(info().numbers[3] - before)"
+    )
+    mapped = [
+        int(subprocess.run([sys.executable, "-c", count, *more], capture_output=True, check=True).stdout)
+        for more in ([], ["kept"])
+    ]
+    assert mapped == [1, 0]
