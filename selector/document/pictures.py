@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from inducekv_vllm.errors import UnsupportedModel
+from inducekv_vllm.errors import TaskDataError, UnsupportedModel
 
 from ..backbone.generation import generate
 from ..backbone.loading import decoder
@@ -113,6 +113,7 @@ def embedded(backbone: Backbone, parts: Sequence[Inputs]) -> tuple[Tensor, Tenso
     Raises:
         UnsupportedModel: it is given something of the pictures in later layers, too.
     """
+    parts = [{name: each.to(backbone.device) for name, each in part.items()} for part in parts]
     ids = torch.cat([part["input_ids"] for part in parts], dim=1)
     inputs: Inputs = {name: each for name, each in backbone.collate(_whole(parts)).items() if name not in TOKEN_INPUTS}
     if any("mm_token_type_ids" in part for part in parts):
@@ -155,11 +156,13 @@ def _asked(caption: str) -> str:
 
 
 def _written(backbone: Backbone) -> str:
-    """How the chat template writes a picture."""
+    """How the chat template writes a picture. Raises TaskDataError: it writes none."""
     text = {"type": "text", "text": "P"}
     with_it, without = (
         backbone.chat_text([{"role": "user", "content": content}], generation_prompt=False)
         for content in ([{"type": "image"}, text], [text])
     )
-    begin = next(place for place, pair in enumerate(zip(with_it, without, strict=False)) if len(set(pair)) > 1)
+    pairs = enumerate(zip(with_it, without, strict=False))
+    if (begin := next((place for place, pair in pairs if len(set(pair)) > 1), None)) is None:
+        raise TaskDataError("the model's chat template takes text alone, so it has no place for a document's pictures")
     return with_it[begin : begin + len(with_it) - len(without)]

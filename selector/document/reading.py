@@ -14,11 +14,12 @@ from ..data.document import Document
 MAX_BYTES: Final = 4 * 2**20  # of a file with text; a book has 1 MB
 MAX_PDF_BYTES: Final = 64 * 2**20
 MARKDOWN: Final = (".md", ".markdown")  # whose pictures are read
+PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 INSTALL: Final = 'pip install "inducekv[documents]"'
 
 
 def read_documents(path: Path, name: str | None = None) -> list[Document]:
-    """One file, or those of a folder in the order of their names; hidden ones are passed over.
+    """One file, or those of a folder in the order of their names; hidden ones and pictures are passed over.
 
     Args:
         name: of the one document; a file's is its own.
@@ -28,7 +29,8 @@ def read_documents(path: Path, name: str | None = None) -> list[Document]:
     """
     if not path.is_dir():
         return [document_of(path, name or path.stem)]
-    files = sorted(each for each in path.iterdir() if each.is_file() and not each.name.startswith("."))
+    seen = (each for each in path.iterdir() if each.is_file() and not each.name.startswith("."))
+    files = sorted(each for each in seen if each.suffix.lower() not in PICTURES)
     if not files:
         raise TaskDataError(f"{path}: expected documents, found none in the folder")
     if name is not None:

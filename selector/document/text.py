@@ -78,7 +78,7 @@ class Text:
             inputs = shown.encoded(f"{text}\n\n", pictures, first)  # with BOS, if there is one
             said = without_marks(text)
             pieces = chunks_of(said, partial(count_of, backbone), PIECE)
-            return Block(inputs["input_ids"][0], said, pieces, pictures, inputs if pictures else {})
+            return Block(inputs["input_ids"][0].cpu(), said, pieces, pictures, inputs if pictures else {})
 
         readings = [
             [block(part, at == 0) for at, part in enumerate(chunks_of(each, shown.count, BLOCK))]

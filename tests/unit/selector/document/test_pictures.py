@@ -125,6 +125,18 @@ def test_a_picture_on_the_web_stays_as_it_is_written(tmp_path: Path, manual: Pat
     assert "![The two valves](https://example.org/valves.png)" in blocks[0].text
 
 
+def test_pictures_in_a_folder_are_no_documents(manual: Path) -> None:
+    assert [document.name for document in read_documents(manual.parent)] == ["manual"]
+
+
+def test_a_chat_template_without_a_place_for_pictures_is_refused(tmp_path: Path, manual: Path) -> None:
+    backbone = Backbone.load(save_tiny_llava(tmp_path / "model"))
+    template = backbone.processor.chat_template
+    backbone.processor.chat_template = template.replace("<image>", "")
+    with pytest.raises(TaskDataError, match="no place for a document's pictures"):
+        text_of(backbone, manual)
+
+
 def test_what_stands_for_a_picture_is_no_text(tmp_path: Path, manual: Path) -> None:
     backbone = Backbone.load(save_tiny_llava(tmp_path / "model"))
     manual.write_text(f"{MANUAL * 2} <image>")
