@@ -36,13 +36,13 @@ from selector.backbone.injection import TensorMemory
 from selector.backbone.model import Backbone, Inputs
 from selector.backbone.prefix import cached_at
 from selector.backbone.tiled_attention import tiled_attention
+from selector.cli.loading import load_backbone
 from selector.document.chunks import chunks_of
 from selector.document.compaction import memory_of
 from selector.document.references import ids_of
 from selector.document.settings import DocumentSettings
 from selector.document.text import CompactedText, ReadText, Text, compacted_text, joined, trained_text
 from selector.refined.settings import usual_precision
-from selector.runtime.cpu import keep_freed_memory
 from selector.runtime.running import Run
 
 MODEL: Final = "qwen2.5-0.5b"
@@ -100,8 +100,7 @@ class Compared:
 
     @cached_property
     def backbone(self) -> Backbone:
-        keep_freed_memory()  # as the command does
-        return Backbone.load(model_folder(self.options.model), getattr(torch, self.options.dtype))
+        return load_backbone(str(model_folder(self.options.model)), "cpu", self.options.dtype)
 
     @cached_property
     def text(self) -> Text:

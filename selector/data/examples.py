@@ -154,7 +154,7 @@ def example_of(record: dict[str, Any], folder: Path, place: str) -> Example:
         messages=messages,
         images=tuple(images),
         answer=record["answer"],
-        source_digest=source_digest_of(messages, [_image_bytes(path, place) for path in images]),
+        source_digest=source_digest_of(messages, [_picture_file(path, place)[0] for path in images]),
         also=_wordings(record.get("also"), place),
         place=place,
     )
@@ -222,7 +222,7 @@ def picture_beneath(reference: str, folder: Path, place: str) -> Image.Image:
     Raises:
         TaskDataError: it is a URL, lies outside the folder, is not there, or cannot be used; begins with `place`.
     """
-    return decoded(_image_bytes(_path_beneath(reference, folder, place), place))
+    return _picture_file(_path_beneath(reference, folder, place), place)[1]
 
 
 def _path_beneath(reference: str, folder: Path, place: str) -> Path:
@@ -243,7 +243,7 @@ def _path_beneath(reference: str, folder: Path, place: str) -> Path:
     return path
 
 
-def _image_bytes(path: Path, place: str) -> bytes:
+def _picture_file(path: Path, place: str) -> tuple[bytes, Image.Image]:
     try:
         if not path.is_file():
             raise TaskDataError(f"{place}: the image {path} does not exist")
@@ -253,7 +253,6 @@ def _image_bytes(path: Path, place: str) -> bytes:
     except OSError as error:
         raise TaskDataError(f"{place}: the image {path} cannot be read: {error.strerror}") from error
     try:
-        decoded(data)
+        return data, decoded(data)
     except TaskDataError as error:
         raise TaskDataError(f"{place}: {path!s:.200}: {error}") from error
-    return data

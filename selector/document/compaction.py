@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from inducekv_vllm.attention.cpu_ops import fused_attention
+from inducekv_vllm.attention.merged.merge import merge_memory
 
 from ..backbone.injection import TensorMemory
 from ..backbone.loading import decoder
@@ -154,9 +155,8 @@ def _queries(references: Sequence[Own], J: int) -> Queries:
 
 def _behind(left: Kept, own: Own) -> Tensor:
     """The attention of a reference behind what is left: [1, T, H, V]."""
-    output, mass = attention(own.query, left.keys, left.values)
-    share = torch.sigmoid(mass - own.mass)[..., None]
-    return torch.lerp(own.output, output, share).transpose(0, 1)[None]
+    seen = merge_memory(own.output, own.mass, *attention(own.query, left.keys, left.values), 1.0, 0.0, None)
+    return seen.transpose(0, 1)[None]
 
 
 def self_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> list[Tensor]:

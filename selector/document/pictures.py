@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -41,7 +42,6 @@ class Illustrated:
     backbone: Backbone
     text: str
     pictures: tuple[Picture, ...] = ()
-    size: int = 0  # tokens of the largest picture
 
     @classmethod
     def of(cls, backbone: Backbone, document: Document) -> Illustrated:
@@ -63,10 +63,27 @@ class Illustrated:
             found.append(Picture(caption, picture_beneath(reference, folder, place)))
             return f"{MARK}{caption}"
 
-        text = NAMED.sub(marked, document.text.replace(MARK, " "))
-        alone = cls(backbone, text, tuple(found))
-        sizes = (alone.encoded(MARK, [each], False)["input_ids"].shape[1] for each in found)
-        return cls(backbone, text, alone.pictures, max(sizes, default=0))
+        return cls(backbone, NAMED.sub(marked, document.text.replace(MARK, " ")), tuple(found))
+
+    @cached_property
+    def size(self) -> int:
+        """Tokens of the largest picture. Raises TaskDataError: the model has no place for pictures, or refuses one."""
+        return max((self.encoded(MARK, [each], False)["input_ids"].shape[1] for each in self.pictures), default=0)
+
+    @cached_property
+    def _written(self) -> str:
+        """How the chat template writes a picture. Raises TaskDataError: it writes none."""
+        text = {"type": "text", "text": "P"}
+        with_it, without = (
+            self.backbone.chat_text([{"role": "user", "content": content}], generation_prompt=False)
+            for content in ([{"type": "image"}, text], [text])
+        )
+        pairs = enumerate(zip(with_it, without, strict=False))
+        if (begin := next((place for place, pair in pairs if len(set(pair)) > 1), None)) is None:
+            raise TaskDataError(
+                "the model's chat template takes text alone, so it has no place for a document's pictures"
+            )
+        return with_it[begin : begin + len(with_it) - len(without)]
 
     def count(self, text: str) -> int:
         """How many tokens a part of the text has, about."""
@@ -82,7 +99,7 @@ class Illustrated:
             return {
                 "input_ids": self.backbone.tokenizer(text, add_special_tokens=first, return_tensors="pt")["input_ids"]
             }
-        written = text.replace(MARK, _written(self.backbone))
+        written = text.replace(MARK, self._written)
         return self.backbone.encode_text(written, [each.image for each in pictures], add_special_tokens=first)
 
 
@@ -115,7 +132,7 @@ def embedded(backbone: Backbone, parts: Sequence[Inputs]) -> tuple[Tensor, Tenso
     """
     parts = [{name: each.to(backbone.device) for name, each in part.items()} for part in parts]
     ids = torch.cat([part["input_ids"] for part in parts], dim=1)
-    inputs: Inputs = {name: each for name, each in backbone.collate(_whole(parts)).items() if name not in TOKEN_INPUTS}
+    inputs: Inputs = {name: each for name, each in backbone.collate(parts).items() if name not in TOKEN_INPUTS}
     if any("mm_token_type_ids" in part for part in parts):
         kinds = [part.get("mm_token_type_ids", torch.zeros_like(part["input_ids"])) for part in parts]
         inputs["mm_token_type_ids"] = torch.cat(kinds, dim=1)
@@ -145,24 +162,7 @@ class _Given(Exception):
     """The decoder's arguments are known."""
 
 
-def _whole(parts: Sequence[Inputs]) -> list[Inputs]:
-    return [part | {"attention_mask": torch.ones_like(part["input_ids"])} for part in parts]
-
-
 def _asked(caption: str) -> str:
     return (
         f'What does the picture "{caption}" of the text show?' if caption else "What does the picture of the text show?"
     )
-
-
-def _written(backbone: Backbone) -> str:
-    """How the chat template writes a picture. Raises TaskDataError: it writes none."""
-    text = {"type": "text", "text": "P"}
-    with_it, without = (
-        backbone.chat_text([{"role": "user", "content": content}], generation_prompt=False)
-        for content in ([{"type": "image"}, text], [text])
-    )
-    pairs = enumerate(zip(with_it, without, strict=False))
-    if (begin := next((place for place, pair in pairs if len(set(pair)) > 1), None)) is None:
-        raise TaskDataError("the model's chat template takes text alone, so it has no place for a document's pictures")
-    return with_it[begin : begin + len(with_it) - len(without)]

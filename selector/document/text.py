@@ -53,7 +53,7 @@ class Block:
     text: str  # without its pictures
     pieces: list[str]
     pictures: Sequence[Picture] = ()
-    inputs: Inputs = field(default_factory=dict)  # what the processor has made of text and pictures, if it has any
+    inputs: Inputs = field(default_factory=dict)  # what the processor has made of its pictures
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Text:
         def block(text: str, first: bool) -> Block:
             pictures = list(itertools.islice(left, text.count(MARK)))
             inputs = shown.encoded(f"{text}\n\n", pictures, first)  # with BOS, if there is one
-            said = without_marks(text)
+            ids, said = inputs.pop("input_ids")[0].cpu(), without_marks(text)
             pieces = chunks_of(said, partial(count_of, backbone), PIECE)
-            return Block(inputs["input_ids"][0].cpu(), said, pieces, pictures, inputs if pictures else {})
+            return Block(ids, said, pieces, pictures, inputs)
 
         readings = [
             [block(part, at == 0) for at, part in enumerate(chunks_of(each, shown.count, BLOCK))]
@@ -209,7 +209,7 @@ def read(backbone: Backbone, blocks: Sequence[Block]) -> list[TensorMemory]:
     """The keys and values of each block's tokens, when all stand in front of a request, whose position is 0."""
     if any(block.pictures for block in blocks):
         embeddings, positions = embedded(
-            backbone, [block.inputs or {"input_ids": block.token_ids[None]} for block in blocks]
+            backbone, [block.inputs | {"input_ids": block.token_ids[None]} for block in blocks]
         )
         cached = cached_at(backbone, positions, inputs_embeds=embeddings)
     else:

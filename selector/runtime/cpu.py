@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +18,13 @@ BFLOAT16: Final = frozenset({"avx512_bf16", "amx_bf16"})
 def has_bfloat16() -> bool:
     """Whether it multiplies matrices in bfloat16 by instructions; without them that is several times slower."""
     # Torch also calls bfloat16 supported where it emulates it.
-    flags = (line for line in CPU_INFO.read_text().splitlines() if line.startswith("flags"))
-    return not BFLOAT16.isdisjoint(next(flags, "").split())
+    return not BFLOAT16.isdisjoint(_flags(CPU_INFO))
+
+
+@cache
+def _flags(info: Path) -> frozenset[str]:
+    lines = (line for line in info.read_text().splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").split())
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def test_all_tokens_are_the_document_before_the_request(model: Path, manual: Pat
     )
     (ours,) = score(backbone, [prompt], [answer], memory, memory.terms(memory.retrieval_keys))
 
-    blocks = [block.inputs or {"input_ids": block.token_ids[None]} for block in text.blocks]
+    blocks = [block.inputs | {"input_ids": block.token_ids[None]} for block in text.blocks]
     ids = torch.cat([*(each["input_ids"] for each in blocks), prompt["input_ids"], torch.tensor([answer])], dim=1)
     others: dict[str, Any] = {
         name: torch.cat([each[name] for each in blocks if name in each])
