@@ -1,4 +1,4 @@
-"""The four plots of docs/results.md, from the files of results."""
+"""The plots of docs/results.md, from the files of results."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ DEMO = "continual_decoupled.json"
 TODAY = ("real_text_facts_search_seed0.json", "real_text_facts_search_seed1.json", "real_text_facts_search.json")
 EIGHT, LORA_TODAY = "real_text_eight.json", "real_text_lora_seed2.json"
 TABLE = "from_a_table.json"
+STREAM = "stream_qwen2.5-0.5b.json"
 Results = Callable[[str], dict[str, Any]]
 
 
@@ -107,9 +108,27 @@ def accuracy_by_task(axes: Axes, results: Results) -> None:
     series["one gated LoRA a task"] = [eight["gated_task_lora"]] * 2 + [results(LORA_TODAY)["results"][0]]
     series["LoRA + replay"] = [eight["lora_replay"]]
     tasks = content["order"]
-    for place, (name, rows) in enumerate(series.items()):
-        heights = [statistics.mean(row["tasks"][task]["mean"] for row in rows) for task in tasks]
-        axes.bar([x + 0.27 * (place - 1) for x in range(len(tasks))], heights, 0.25, color=COLOURS[name], label=name)
+    means = {
+        name: [statistics.mean(row["tasks"][task]["mean"] for row in rows) for task in tasks]
+        for name, rows in series.items()
+    }
+    bars(axes, means, tasks)
+
+
+def accuracy_by_task_of_qwen(axes: Axes, results: Results) -> None:
+    """Qwen2.5-Coder-0.5B's five tasks, after the last one: the default search of memory, and LoRA."""
+    complete = [run for run in results(STREAM)["runs"] if run["complete"]]
+    memory = next(run for run in complete if run["settings"].get("activation") == "search")
+    lora = next(run for run in complete if run["method"] == "gated_task_lora")
+    heights = {name_of(run["method"]): run["accuracy"][-1] for run in (memory, lora)}
+    bars(axes, heights, memory["order"])
+
+
+def bars(axes: Axes, means: Mapping[str, Sequence[float]], tasks: Sequence[str]) -> None:
+    """Of each method, its accuracy on each task."""
+    for place, (name, heights) in enumerate(means.items()):
+        middle = 0.27 * (place - (len(means) - 1) / 2)
+        axes.bar([x + middle for x in range(len(tasks))], heights, 0.25, color=COLOURS[name], label=name)
     axes.set_xticks(range(len(tasks)), tasks, rotation=20)
     axes.set(ylabel="accuracy after the last task", ylim=(0, 1))
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
@@ -120,6 +139,7 @@ FIGURES: Mapping[str, Callable[[Axes, Results], None]] = {
     "forgetting-over-tasks": forgetting_over_tasks,
     "first-token": first_token,
     "accuracy-by-task": accuracy_by_task,
+    "accuracy-by-task-qwen": accuracy_by_task_of_qwen,
 }
 
 
