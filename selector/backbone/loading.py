@@ -177,6 +177,12 @@ def value_projection(attention: Any) -> Any:
     return getattr(attention, "v_proj", None)
 
 
+def output_projection(attention: Any) -> Any:
+    """What the heads' outputs go through; None: it has another name."""
+    names = ("o_proj", "out_proj", "dense")
+    return next((found for name in names if (found := getattr(attention, name, None)) is not None), None)
+
+
 def _attention_of(layer: Any) -> Any:
     parts = (getattr(layer, name, None) for name in ("self_attn", "mixer"))  # a mixer may be of any kind
     projections = ("q_proj", "qkv_proj", "kv_b_proj")

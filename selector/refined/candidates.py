@@ -28,6 +28,7 @@ from ..backbone.scoring import Questions, Scorer
 from ..runtime.progress import progress_bar
 from ..runtime.running import ALONE, Run
 from .duration import announce
+from .preconditioner import Preconditioner
 from .settings import RefinedSettings
 from .training import StepRecord, Training, TrainingProblem, train
 
@@ -167,6 +168,8 @@ def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]], wi
 
 
 def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_layer: int) -> list[Candidate]:
+    if _is_wide(problem.scorer.backbone) and settings.form == "decoupled":
+        problem = replace(problem, preconditioner=Preconditioner.of(problem.scorer.backbone))
     given = () if settings.learning_rate is None else (settings.learning_rate,)
     return [
         Candidate(activation, Training(each, settings, rate))

@@ -3,8 +3,8 @@
 A question is answered with its task's entries, as a server with a gate answers it, but never with the entry that was
 made of it, so that entries learn to answer other questions.
 
-Payloads are prefix-tuning parameters: Muon updates them. AdamW updates the calibration (temperature, gates, layer bias)
-if the problem trains it.
+Payloads are prefix-tuning parameters: Muon updates them, those of wide models in the coordinates of a `Preconditioner`.
+AdamW updates the calibration (temperature, gates, layer bias) if the problem trains it.
 
 Shapes: K entries of the task, n questions, L layers, J KV heads, m payload tokens, D head size.
 """
@@ -29,9 +29,13 @@ from ..data.examples import Example
 from ..runtime.checkpoint import Checkpoint
 from ..update.parametrization import temperature, value_gates
 from .muon import Muon
+from .preconditioner import Preconditioner
 from .settings import Precision
 
 CALIBRATION_RATE: Final = 0.03
+# Of preconditioned payloads: the rate of maps, whatever that of tokens, and the share of the steps in which rates rise.
+MAP_RATE: Final = 0.005
+WARM_UP: Final = 0.1
 MAX_GRADIENT_NORM: Final = 1.0  # of all payloads together
 STEPS_BETWEEN_CHECKS: Final = 25
 CHECKED: Final = 64  # validation questions, at most, that a check asks
@@ -53,6 +57,7 @@ class TrainingProblem:
     validation: Questions
     calibrate: bool  # train temperature, gates and layer bias too
     first_layer: int = 0  # entries of decoupled memory stay without effect in the layers before it
+    preconditioner: Preconditioner | None = None  # of decoupled memory whose values and maps start at 0
 
 
 class TrainingSettings(Protocol):
@@ -145,8 +150,8 @@ class Training:
         self.optimizers: dict[str, torch.optim.Optimizer] = {"muon": Muon(tokens, lr=learning_rate)}
         if maps:
             # As small beside the rate of the payloads as a map's starting values are beside theirs.
-            width = self.parameters["map_in"].shape[-1]
-            self.optimizers["muon_maps"] = Muon(maps, lr=learning_rate / math.sqrt(width))
+            rate = learning_rate / math.sqrt(self.parameters["map_in"].shape[-1])
+            self.optimizers["muon_maps"] = Muon(maps, lr=MAP_RATE if problem.preconditioner else rate)
         if problem.calibrate:
             self.optimizers["adamw"] = torch.optim.AdamW(
                 calibration, lr=CALIBRATION_RATE, weight_decay=0.0, foreach=False
@@ -180,13 +185,19 @@ class Training:
         self.history.append(StepRecord(self.step, float(loss.detach())))
         for name, gradient in clipped(self._of_trained_layers(by_name)).items():
             trained[name].grad = gradient
-        decay = 0.5 * (1 + math.cos(math.pi * self.step / self.settings.steps))
+        share = self._share_of_rates()
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = optimizer.defaults["lr"] * decay
+                group["lr"] = optimizer.defaults["lr"] * share
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
+
+    def _share_of_rates(self) -> float:
+        """Of this step: along a cosine, after a linear rise if the payloads are preconditioned."""
+        steps = self.settings.steps
+        decay = 0.5 * (1 + math.cos(math.pi * self.step / steps))
+        return decay * min(1.0, (self.step + 1) / (WARM_UP * steps)) if self.problem.preconditioner else decay
 
     def _of_trained_layers(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients, those of payloads 0 in the layers that stay as they are."""
@@ -326,6 +337,10 @@ def _initial_parameters(problem: TrainingProblem) -> dict[str, Tensor]:
 
 def _memory(problem: TrainingProblem, parameters: dict[str, Tensor]) -> TensorMemory:
     payloads: dict[str, Any] = {name: parameters[name] for name in PAYLOADS if name in parameters}
+    if found := problem.preconditioner:
+        payloads["payload_values"] = found.values_of(payloads["payload_values"])
+        if "map_out" in payloads:
+            payloads["map_out"] = found.map_out_of(payloads["map_out"])
     memory = replace(problem.memory, **payloads)
     if not problem.calibrate:
         return memory
