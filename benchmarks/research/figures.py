@@ -118,8 +118,8 @@ def accuracy_by_task(axes: Axes, results: Results) -> None:
 def accuracy_by_task_of_qwen(axes: Axes, results: Results) -> None:
     """Qwen2.5-Coder-0.5B's five tasks, after the last one: the default search of memory, and LoRA."""
     complete = [run for run in results(STREAM)["runs"] if run["complete"]]
-    memory = next(run for run in complete if run["settings"].get("activation") == "search")
-    lora = next(run for run in complete if run["method"] == "gated_task_lora")
+    (*_, memory) = (run for run in complete if run["settings"].get("activation") == "search")
+    (*_, lora) = (run for run in complete if run["method"] == "gated_task_lora")
     heights = {name_of(run["method"]): run["accuracy"][-1] for run in (memory, lora)}
     bars(axes, heights, memory["order"])
 

@@ -69,7 +69,8 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return f"refinement-{self.activation}-{self.first_layer}-{self.training.learning_rate}"
+        coordinates = "-preconditioned" if self.training.problem.preconditioner else ""
+        return f"refinement-{self.activation}-{self.first_layer}-{self.training.learning_rate}{coordinates}"
 
     @property
     def title(self) -> str:

@@ -7,8 +7,8 @@ are T C, where training moves C and
 
     T = (W^T W / w + RIDGE I)^(-1/2),    w: the mean eigenvalue of W^T W
 
-so that a projection that stretches all directions alike has T = I, but for the ridge. It is the ZCA whitening
-[Bell & Sejnowski, 1997] of what W reads, by the metric of what it writes. What starts at 0 starts at C = 0.
+so that a projection that stretches all directions alike has T = I, but for the ridge. It is the inverse square root of
+ZCA whitening [Bell & Sejnowski, 1997], of the columns of W in place of data. What starts at 0 starts at C = 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Preconditioner:
 
     @classmethod
     def of(cls, backbone: Backbone) -> Self | None:
-        """None: the model's output projections are none that are known, or what they read is not a row of heads."""
+        """None: the output projections have names of their own, or read something else than a row of heads (MLA)."""
         projections = [output_projection(attention) for attention in backbone.attention_layers()]
         J, H, V = backbone.num_kv_heads, backbone.num_heads, backbone.value_dim
         weights = [each.weight for each in projections if isinstance(each, nn.Linear) and each.in_features == H * V]
@@ -44,22 +44,23 @@ class Preconditioner:
         for weight in weights:
             heads = weight.detach().float().view(-1, J, H // J, V).movedim(0, 2)  # [J, G, d, V]
             group = heads.movedim(1, 2).flatten(-2)  # [J, d, G V]
-            maps.append(whitening(group.mT @ group))
-            values.append(whitening((heads.mT @ heads).sum(dim=1)))
-        return cls(torch.stack(values).cpu(), torch.stack(maps).cpu())  # where entries are trained
+            maps.append(whitening(group.mT @ group).cpu())  # where entries are trained
+            values.append(whitening((heads.mT @ heads).sum(dim=1)).cpu())
+        return cls(torch.stack(values), torch.stack(maps))
 
     def values_of(self, coordinates: Tensor) -> Tensor:
         """payload_values from C [L, K, J, m, V]: [L, K, J, m, V]."""
-        return coordinates @ self.values[:, None]
+        return torch.einsum("lkjmv,ljvw->lkjmw", coordinates, self.values)
 
     def map_out_of(self, coordinates: Tensor) -> Tensor:
         """map_out from C [L, K, J, G V, r]: [L, K, J, G V, r]."""
-        return self.maps[:, None] @ coordinates
+        return torch.einsum("ljcd,lkjdr->lkjcr", self.maps, coordinates)
 
 
 def whitening(gram: Tensor) -> Tensor:
     """(G / mean eigenvalue + RIDGE I)^(-1/2) of symmetric matrices [..., n, n] that are not negative."""
     eigenvalues, vectors = torch.linalg.eigh(gram)
-    scaled = eigenvalues.clamp(min=0) / eigenvalues.mean(dim=-1, keepdim=True)  # [..., n]
+    mean = eigenvalues.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(gram.dtype).tiny)  # 0, if G is
+    scaled = eigenvalues.clamp(min=0) / mean  # [..., n]
     whitened: Tensor = (vectors * (scaled + RIDGE).rsqrt()[..., None, :]) @ vectors.mT
     return whitened

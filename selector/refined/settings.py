@@ -61,10 +61,13 @@ class RefinedSettings(Settings):
     # Every 25 steps the validation loss is measured, and the best state is kept. None: all steps, and the last state.
     # A training ends after so many checks that gain nothing.
     patience: Annotated[int | None, Field(ge=1)] = 3
-    # Muon's, of the payloads; it falls along a cosine. None: searched on the validation examples.
-    learning_rate: Annotated[float | None, Field(gt=0), Flag("of the payloads (default: searched on validation)")] = (
-        None
-    )
+    # Muon's, of the payloads; it falls along a cosine. None: searched on the validation examples. With a
+    # preconditioner it is that of tokens alone: see `training.MAP_RATE`.
+    learning_rate: Annotated[
+        float | None,
+        Field(gt=0),
+        Flag("of the payloads, but for the maps of wide models (default: searched on validation)"),
+    ] = None
     # Of the model's matrix products in training; parameters stay float32.
     precision: Annotated[
         Precision,

@@ -3,8 +3,8 @@
 A question is answered with its task's entries, as a server with a gate answers it, but never with the entry that was
 made of it, so that entries learn to answer other questions.
 
-Payloads are prefix-tuning parameters: Muon updates them, those of wide models in the coordinates of a `Preconditioner`.
-AdamW updates the calibration (temperature, gates, layer bias) if the problem trains it.
+Payloads are prefix-tuning parameters: Muon updates them, the values and maps of wide models in the coordinates of a
+`Preconditioner`. AdamW updates the calibration (temperature, gates, layer bias) if the problem trains it.
 
 Shapes: K entries of the task, n questions, L layers, J KV heads, m payload tokens, D head size.
 """
@@ -33,7 +33,7 @@ from .preconditioner import Preconditioner
 from .settings import Precision
 
 CALIBRATION_RATE: Final = 0.03
-# Of preconditioned payloads: the rate of maps, whatever that of tokens, and the share of the steps in which rates rise.
+# With a preconditioner: the rate of maps, whatever that of tokens, and the share of the steps in which rates rise.
 MAP_RATE: Final = 0.005
 WARM_UP: Final = 0.1
 MAX_GRADIENT_NORM: Final = 1.0  # of all payloads together

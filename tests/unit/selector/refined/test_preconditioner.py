@@ -1,6 +1,7 @@
 """Preconditioned payloads: what a step moves reaches the residual stream alike in all directions."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from selector.backbone.loading import output_projection
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Questions, Scorer
 from selector.data.examples import Example
+from selector.refined import candidates
 from selector.refined.entries import initial_entries
 from selector.refined.muon import Muon
 from selector.refined.preconditioner import RIDGE, Preconditioner, whitening
 from selector.refined.settings import RefinedSettings
-from selector.refined.training import MAP_RATE, WARM_UP, Training, TrainingProblem, clipped, step_loss
+from selector.refined.training import MAP_RATE, WARM_UP, Training, TrainingProblem, clipped, step_loss, train
+from selector.runtime.checkpoint import Checkpoint
 from selector.update.inputs import TaskInputs
 
 SETTINGS = RefinedSettings(payload_tokens=3, map_rank=2, steps=40, batch_size=4, precision="float32")
@@ -118,6 +121,33 @@ def test_rates_rise_and_those_of_maps_are_their_own(problem: TrainingProblem) ->
     assert rates[:rise] == sorted(rates[:rise])
     assert rates[0] == pytest.approx(0.1 / rise)
     assert rates[rise] < rates[rise - 1]
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_decoupled_memory_of_wide_models_has_one(
+    problem: TrainingProblem, monkeypatch: pytest.MonkeyPatch, is_wide: bool
+) -> None:
+    plain = replace(problem, preconditioner=None)
+    monkeypatch.setattr(candidates, "WIDE", problem.scorer.backbone.hidden_size + (not is_wide))
+    begun = candidates.every_candidate(plain, SETTINGS, 1)
+    assert {each.training.problem.preconditioner is not None for each in begun} == {is_wide}
+    assert {each.name.endswith("preconditioned") for each in begun} == {is_wide}
+    (merged,) = candidates.every_candidate(
+        plain, RefinedSettings(form="merged", learning_rate=0.1, precision="float32"), 1
+    )
+    assert merged.training.problem.preconditioner is None
+
+
+def test_a_training_that_is_resumed_ends_as_a_whole_one(problem: TrainingProblem, tmp_path: Path) -> None:
+    whole = train(Training(problem, SETTINGS, 0.1), None, "one", until=4)
+    for until in (2, 4):
+        resumed = train(Training(problem, SETTINGS, 0.1), Checkpoint.open(tmp_path, {})[0], "one", until=until)
+    for name in ("payload_keys", "payload_values", "map_in", "map_out"):
+        assert torch.equal(getattr(resumed, name), getattr(whole, name))
+
+
+def test_a_projection_of_zeros_leaves_finite_coordinates() -> None:
+    torch.testing.assert_close(whitening(torch.zeros(2, 3, 3)), RIDGE**-0.5 * torch.eye(3).expand(2, 3, 3))
 
 
 def test_a_projection_of_another_name_or_width_has_none(llava: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
