@@ -116,12 +116,17 @@ def accuracy_by_task(axes: Axes, results: Results) -> None:
 
 
 def accuracy_by_task_of_qwen(axes: Axes, results: Results) -> None:
-    """Qwen2.5-Coder-0.5B's five tasks, after the last one: the default search of memory, and LoRA."""
-    complete = [run for run in results(STREAM)["runs"] if run["complete"]]
-    (*_, memory) = (run for run in complete if run["settings"].get("activation") == "search")
-    (*_, lora) = (run for run in complete if run["method"] == "gated_task_lora")
-    heights = {name_of(run["method"]): run["accuracy"][-1] for run in (memory, lora)}
-    bars(axes, heights, memory["order"])
+    """Qwen2.5-Coder-0.5B's five tasks, after the last one: memory on the prompt, of two runs, and LoRA."""
+    runs = results(STREAM)["runs"]
+    lora = next(run for run in runs if run["complete"] and run["method"] == "gated_task_lora")
+    # Only the runs since values and maps are preconditioned leave the rate on the prompt to the default.
+    memory = [
+        run for run in runs if run["settings"].get("activation") == "prompt" and not run["settings"]["learning_rate"]
+    ]
+    heights: dict[str, dict[str, float]] = {}
+    for run in (*memory, lora):
+        heights.setdefault(name_of(run["method"]), {}).update(zip(run["order"], run["accuracy"][-1], strict=False))
+    bars(axes, {name: [of[task] for task in lora["order"]] for name, of in heights.items()}, lora["order"])
 
 
 def bars(axes: Axes, means: Mapping[str, Sequence[float]], tasks: Sequence[str]) -> None:
