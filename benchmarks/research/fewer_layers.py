@@ -3,11 +3,11 @@
     python -m benchmarks.research.fewer_layers --model DIR [--task CSV --questions CSV] [--chosen 8] --output FILE
 
 The task is by default the 80 support tickets; a tenth of them is held out to stop by, and 24 others are asked. Each
-memory has one entry that acts on the generation, as of `inducekv-select --preset quick`: in k of L layers it has L / k
-times the tokens and the rank of maps. Layers are chosen by what the first batch says: the norm of the gradient of
-their values, before any step. Every question has the memory, whatever a gate would say. `right`: every token of the
-answer, and the end of it, is the likeliest after those before it. `nll`: the mean of the answers'. Resumable: what
-FILE has is not trained again.
+memory has one entry that acts on the generation, trained as by `inducekv-select --preset quick`: in k of L layers it
+has L / k times the tokens and the rank of maps. Layers are chosen by what the first batch says: the norm of the
+gradient of their values, before any step. Every question has the memory, whatever a gate would say. `right`: every
+token of the answer, and the end of it, is the likeliest after those before it. `nll`: the mean of the answers'.
+Resumable: what FILE has is not trained again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from selector.cli.columns import ColumnOptions
 from selector.data.choice import hold_out
 from selector.data.examples import Example, read_task
 from selector.recipes import DEFAULT as RECIPE
-from selector.refined.candidates import active_from
+from selector.refined.candidates import active_from, preconditioned
 from selector.refined.entries import initial_entries
 from selector.refined.settings import RefinedSettings
 from selector.refined.training import PAYLOADS, Training, TrainingProblem, log_prior, step_loss, train
@@ -150,7 +150,8 @@ def problem_of(scorer: Scorer, rows: Sequence[Example], settings: RefinedSetting
     inputs = TaskInputs(training, validation, [], None)
     entries, records = initial_entries(scorer.backbone, inputs, settings)
     asked = asked_with(scorer, training), asked_with(scorer, validation)
-    return TrainingProblem(scorer, entries, asked[0], log_prior(training, records), asked[1], calibrate=False)
+    problem = TrainingProblem(scorer, entries, asked[0], log_prior(training, records), asked[1], calibrate=False)
+    return preconditioned(problem, settings)
 
 
 def asked_with(scorer: Scorer, questions: Sequence[Example]) -> Questions:

@@ -169,14 +169,20 @@ def best_first(losses: Sequence[Tensor], lateness: Sequence[tuple[int, int]], wi
 
 
 def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_layer: int) -> list[Candidate]:
-    if _is_wide(problem.scorer.backbone) and settings.form == "decoupled":
-        problem = replace(problem, preconditioner=Preconditioner.of(problem.scorer.backbone))
+    problem = preconditioned(problem, settings)
     given = () if settings.learning_rate is None else (settings.learning_rate,)
     return [
         Candidate(activation, Training(each, settings, rate))
         for activation, each in _latest_first(problem, settings, gate_layer)
         for rate in given or rates_for(problem.scorer.backbone, activation)
     ]
+
+
+def preconditioned(problem: TrainingProblem, settings: RefinedSettings) -> TrainingProblem:
+    """The problem as wide models' decoupled memory is trained; others stay as they are."""
+    if _is_wide(problem.scorer.backbone) and settings.form == "decoupled":
+        return replace(problem, preconditioner=Preconditioner.of(problem.scorer.backbone))
+    return problem
 
 
 def rates_for(backbone: Backbone, activation: Activation) -> tuple[float, ...]:
