@@ -18,7 +18,7 @@ from inducekv_vllm.backbone.fact_reader import FactReader
 from inducekv_vllm.backbone.judged import weighed
 from inducekv_vllm.backbone.pair_classifier import PairClassifier
 from inducekv_vllm.bundle import read_bundle, write_bundle
-from inducekv_vllm.frontend import asking
+from inducekv_vllm.frontend import asking, meant
 from inducekv_vllm.frontend.loading import load_async
 from inducekv_vllm.frontend.memory_engine import MemoryEngine
 from inducekv_vllm.frontend.served_bundle import ServedBundle
@@ -258,6 +258,7 @@ async def test_a_wording_without_a_common_word(
     await loaded(served, world, tmp_path, {"What is the wifi password?": "wifi", "How tall is Ana Ruiz?": "Ana"})
     request, encoder = "how can guests get online?", str(save_classifier(tmp_path / "encoder", 1, BertModel))
     monkeypatch.setattr(meaning, "LIKE", -1.0)
+    monkeypatch.setattr(meant, "LONGEST_S", 60.0)  # a busy machine needs more than a request waits for
     (found,) = await Judging(served, -99.0, encoder=encoder).facts(request)
     assert (found["id"], found["closeness"]) == ("wifi", 0)
     assert found["odds"] is not None
