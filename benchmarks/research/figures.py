@@ -6,6 +6,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ STYLE: Any = {
 DEMO = "continual_decoupled.json"
 TODAY = ("real_text_facts_search_seed0.json", "real_text_facts_search_seed1.json", "real_text_facts_search.json")
 EIGHT, LORA_TODAY = "real_text_eight.json", "real_text_lora_seed2.json"
-TABLE = "from_a_table.json"
+TABLE, TABLE_OF_QWEN = "from_a_table.json", "from_a_table_qwen2.5-0.5b.json"
 STREAM = "stream_qwen2.5-0.5b.json"
 Results = Callable[[str], dict[str, Any]]
 
@@ -80,8 +81,8 @@ def forgotten(matrix: Sequence[Sequence[float]], after: int) -> float:
     return average_forgetting(accuracy_matrix([row[: after + 1] for row in matrix[: after + 1]]))
 
 
-def first_token(axes: Axes, results: Results) -> None:
-    """SmolLM2 and the memory of 80 rows: time to first token by the question's length."""
+def first_token(axes: Axes, results: Results, table: str = TABLE) -> None:
+    """The memory of 80 rows, of SmolLM2 unless another table is named: time to first token by the question's length."""
     ways = {
         "untouched": ("no memory", "no memory"),
         "memory": ("InduceKV", "InduceKV, default"),
@@ -89,7 +90,7 @@ def first_token(axes: Axes, results: Results) -> None:
         "retrieved rows in the prompt": ("LoRA + replay", "four retrieved rows in the prompt"),
         "LoRA, rank 8": ("one gated LoRA a task", "LoRA of rank 8 (vLLM)"),
     }
-    times = results(TABLE)["first_token"]
+    times = results(table)["first_token"]
     for way, (style, label) in ways.items():
         rows = [row for row in times if row["way"] == way]
         seconds = [row["ttft_ms"] / 1000 for row in rows]
@@ -116,13 +117,10 @@ def accuracy_by_task(axes: Axes, results: Results) -> None:
 
 
 def accuracy_by_task_of_qwen(axes: Axes, results: Results) -> None:
-    """Qwen2.5-Coder-0.5B's five tasks, after the last one: memory on the prompt, of two runs, and LoRA."""
+    """Qwen2.5-Coder-0.5B's five tasks, after the last one: the searched memory, of two runs, and LoRA."""
     runs = results(STREAM)["runs"]
     lora = next(run for run in runs if run["complete"] and run["method"] == "gated_task_lora")
-    # Only the runs since values and maps are preconditioned leave the rate on the prompt to the default.
-    memory = [
-        run for run in runs if run["settings"].get("activation") == "prompt" and not run["settings"]["learning_rate"]
-    ]
+    memory = [run for run in runs if run["settings"].get("activation") == "search"]  # a task's latest run counts
     heights: dict[str, dict[str, float]] = {}
     for run in (*memory, lora):
         heights.setdefault(name_of(run["method"]), {}).update(zip(run["order"], run["accuracy"][-1], strict=False))
@@ -143,6 +141,7 @@ FIGURES: Mapping[str, Callable[[Axes, Results], None]] = {
     "accuracy-against-bytes": accuracy_against_bytes,
     "forgetting-over-tasks": forgetting_over_tasks,
     "first-token": first_token,
+    "first-token-qwen": partial(first_token, table=TABLE_OF_QWEN),
     "accuracy-by-task": accuracy_by_task,
     "accuracy-by-task-qwen": accuracy_by_task_of_qwen,
 }
