@@ -8,7 +8,8 @@ All facts are taught to one bundle of a running server. Then it is asked, greedi
 - each question as it is stored, alone and as the second turn of a conversation, and each of the other wordings:
   `right` is the stored answer to the letter;
 - what asks something else: `said` is how often a fact was said, `untouched` how often the words are those of the model
-  without the bundle;
+  without the bundle. The judge's request shares a step with the first answer, and in bfloat16 a fuller step rounds in
+  another way: `untouched_again` is of the same question once more, when the judge's verdict is known;
 - what builds on a fact that the turn before has said ("And how long is that in weeks?", `BUILDS_ON`): `right` has the
   awaited words in the model's own answer. The same conversation goes to the model without the bundle.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 import tempfile
 import time
@@ -112,8 +114,9 @@ def measured(server: Server, facts: Sequence[Mapping[str, Any]]) -> dict[str, An
                 text = ask(server, BUNDLE, messages).text.strip()
                 count(kind, right=text == answer)
         for text in fact["other"]:
-            given, own = (ask(server, name, asking(text)) for name in (BUNDLE, BASE))
-            count("something else", said=is_said(given), untouched=given.text == own.text)
+            own, given, again = (ask(server, name, asking(text)) for name in (BASE, BUNDLE, BUNDLE))
+            untouched, untouched_again = given.text == own.text, again.text == own.text
+            count("something else", said=is_said(given), untouched=untouched, untouched_again=untouched_again)
         follow_up, awaited = next(each for words, each in BUILDS_ON.items() if words in question)
         messages = conversation(("user", question), ("assistant", answer), ("user", follow_up))
         given, own = (ask(server, name, messages) for name in (BUNDLE, BASE))
@@ -124,7 +127,9 @@ def measured(server: Server, facts: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def ask(server: Server, model: str, messages: Sequence[Message]) -> Answer:
-    return server.ask(model, messages, max_tokens=MAX_TOKENS, trace=model == BUNDLE)
+    # A salt of its own: a prompt that is partly in the prefix cache also rounds in another way.
+    salt = secrets.token_hex(8)
+    return server.ask(model, messages, max_tokens=MAX_TOKENS, trace=model == BUNDLE, cache_salt=salt)
 
 
 def is_said(answer: Answer) -> bool:
