@@ -61,7 +61,7 @@ SMOKE_CELLS = ("1x256p", "2x256")
 STARTING = 0.7  # the part of the budget in which the servers must have started
 ENDING_SECONDS = 5  # of the budget
 TRACED = Cell(1, 256, picture=True)
-REPORTED = ("model", "layers", "dtype", "output_tokens", "lora_rank", "budget", "smoke")
+REPORTED = ("layers", "dtype", "output_tokens", "lora_rank", "budget", "smoke")
 
 
 def main() -> int:
@@ -104,6 +104,7 @@ def described(args: argparse.Namespace, files: Files, left_out: list[Cell]) -> d
     return {
         "benchmark": "serving",
         "command": command(),
+        "model": Path(args.model).name,
         **{name: getattr(args, name) for name in REPORTED},
         "weights": "made by vLLM" if files.is_dummy else "of the checkpoint",
         "weights_gib": round(files.weights_bytes / 2**30, 2),
