@@ -1,6 +1,6 @@
 """Memory in some layers alone, at equal bytes: all, the last half, a third (the last, every third, by gradient).
 
-    python -m benchmarks.research.fewer_layers --model DIR [--task CSV --questions CSV] [--chosen 8] --output FILE
+    python -m benchmarks.research.fewer_layers --model DIR [--task FILE --questions FILE] [--chosen 8] --output FILE
 
 The task is by default the 80 support tickets; a tenth of them is held out to stop by, and 24 others are asked. Each
 memory has one entry that acts on the generation, trained as by `inducekv-select --preset quick`: in k of L layers it
@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    columns = ColumnOptions(columns=options.columns, task_name="support").of_table()
+    named = None if options.task.suffix == ".jsonl" else options.columns
+    columns = ColumnOptions(columns=named, task_name="support").of_table()
     rows, questions = read_task(options.task, columns), read_task(options.questions, columns)
     backbone = Backbone.load(options.model)
     known = json.loads(options.output.read_text())["rows"] if options.output.is_file() else []
@@ -165,7 +166,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--task", type=Path, default=TABLES / "train.csv")
     parser.add_argument("--questions", type=Path, default=TABLES / "test.csv")
-    parser.add_argument("--columns", default="prompt=ticket,answer=team")
+    parser.add_argument("--columns", default="prompt=ticket,answer=team", help="of a table (%(default)s)")
     parser.add_argument("--chosen", type=int, default=8, help="layers, by gradient (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(arguments)
