@@ -1,4 +1,4 @@
-"""Memory in some layers alone, at equal bytes: all, the last half, a third (the last, every third, by gradient).
+"""Memory in some layers alone, at equal bytes: all, the last half, a third (the last, spread, by gradient).
 
     python -m benchmarks.research.fewer_layers --model DIR [--task FILE --questions FILE] [--chosen 8] --output FILE
 
@@ -41,7 +41,7 @@ from selector.refined.training import PAYLOADS, Training, TrainingProblem, log_p
 from selector.update.inputs import TaskInputs
 
 TOKENS, RANK = 16, 8  # of memory in all layers
-CHOICES = ("all", "last half", "last third", "by gradient", "every third")
+CHOICES = ("all", "last half", "last third", "by gradient", "every third", "every second of the last two thirds")
 
 
 class InSomeLayers(Training):
@@ -124,6 +124,7 @@ def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, s
     L = scorer.backbone.num_layers
     ranges = {"all": range(L), "last half": range(L - L // 2, L), "last third": range(L - L // 3, L)}
     ranges["every third"] = range(2, L, 3)
+    ranges["every second of the last two thirds"] = range(L // 3, L, 2)
     if name in ranges:
         return list(ranges[name])
     norms = gradient_norms(scorer, rows, settings_of(1, seed))

@@ -64,4 +64,5 @@ def test_which_layers_are_trained(folder: Path, rows: list[Example]) -> None:
     scorer = Scorer(Backbone.load(folder))
     assert layers_of("last half", scorer, rows, 1, 0) == [2]
     assert layers_of("every third", scorer, rows, 1, 0) == [2]
+    assert layers_of("every second of the last two thirds", scorer, rows, 1, 0) == [1]
     assert layers_of("all", scorer, rows, 1, 0) == [0, 1, 2]
