@@ -41,7 +41,15 @@ from selector.refined.training import PAYLOADS, Training, TrainingProblem, log_p
 from selector.update.inputs import TaskInputs
 
 TOKENS, RANK = 16, 8  # of memory in all layers
-CHOICES = ("all", "last half", "last third", "by gradient", "every third", "every second of the last two thirds")
+CHOICES = (
+    "all",
+    "last half",
+    "last third",
+    "by gradient",
+    "every third",
+    "every second of the last two thirds",
+    "the same, no more tokens",
+)
 
 
 class InSomeLayers(Training):
@@ -92,7 +100,7 @@ def measured(
     """Train the memory of one choice of layers, and ask it."""
     began, L = time.process_time(), scorer.backbone.num_layers
     layers = layers_of(name, scorer, rows, chosen, seed)
-    settings = settings_of(L // len(layers), seed)
+    settings = settings_of(1 if name == "the same, no more tokens" else L // len(layers), seed)
     problem = problem_of(scorer, rows, settings)
     training = InSomeLayers(problem, settings, settings.learning_rate or 0.0, layers)
     memory = train(training, None, name)
@@ -124,7 +132,7 @@ def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, s
     L = scorer.backbone.num_layers
     ranges = {"all": range(L), "last half": range(L - L // 2, L), "last third": range(L - L // 3, L)}
     ranges["every third"] = range(2, L, 3)
-    ranges["every second of the last two thirds"] = range(L // 3, L, 2)
+    ranges["every second of the last two thirds"] = ranges["the same, no more tokens"] = range(L // 3, L, 2)
     if name in ranges:
         return list(ranges[name])
     norms = gradient_norms(scorer, rows, settings_of(1, seed))
