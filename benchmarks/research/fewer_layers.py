@@ -4,10 +4,10 @@
 
 The task is by default the 80 support tickets; a tenth of them is held out to stop by, and 24 others are asked. Each
 memory has one entry that acts on the generation, trained as by `inducekv-select --preset quick`: in k of L layers it
-has L / k times the tokens and the rank of maps. Layers are chosen by what the first batch says: the norm of the
-gradient of their values, before any step. Every question has the memory, whatever a gate would say. `right`: every
-token of the answer, and the end of it, is the likeliest after those before it. `nll`: the mean of the answers'.
-Resumable: what FILE has is not trained again.
+has L / k times the tokens and the rank of maps, but for one choice (`WITH_FEWER_BYTES`). "By gradient" is by what the
+first batch says: the norm of the gradient of their values, before any step. Every question has the memory, whatever a
+gate would say. `right`: every token of the answer, and the end of it, is the likeliest after those before it. `nll`:
+the mean of the answers'. Resumable: what FILE has is not trained again.
 """
 
 from __future__ import annotations
@@ -41,15 +41,8 @@ from selector.refined.training import PAYLOADS, Training, TrainingProblem, log_p
 from selector.update.inputs import TaskInputs
 
 TOKENS, RANK = 16, 8  # of memory in all layers
-CHOICES = (
-    "all",
-    "last half",
-    "last third",
-    "by gradient",
-    "every third",
-    "every second of the last two thirds",
-    "the same, no more tokens",
-)
+EVERY_SECOND, WITH_FEWER_BYTES = "every second of the last two thirds", "the same, no more tokens"
+CHOICES = ("all", "last half", "last third", "by gradient", "every third", EVERY_SECOND, WITH_FEWER_BYTES)
 
 
 class InSomeLayers(Training):
@@ -100,7 +93,7 @@ def measured(
     """Train the memory of one choice of layers, and ask it."""
     began, L = time.process_time(), scorer.backbone.num_layers
     layers = layers_of(name, scorer, rows, chosen, seed)
-    settings = settings_of(1 if name == "the same, no more tokens" else L // len(layers), seed)
+    settings = settings_of(1 if name == WITH_FEWER_BYTES else L // len(layers), seed)
     problem = problem_of(scorer, rows, settings)
     training = InSomeLayers(problem, settings, settings.learning_rate or 0.0, layers)
     memory = train(training, None, name)
@@ -132,7 +125,7 @@ def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, s
     L = scorer.backbone.num_layers
     ranges = {"all": range(L), "last half": range(L - L // 2, L), "last third": range(L - L // 3, L)}
     ranges["every third"] = range(2, L, 3)
-    ranges["every second of the last two thirds"] = ranges["the same, no more tokens"] = range(L // 3, L, 2)
+    ranges[EVERY_SECOND] = ranges[WITH_FEWER_BYTES] = range(L // 3, L, 2)
     if name in ranges:
         return list(ranges[name])
     norms = gradient_norms(scorer, rows, settings_of(1, seed))
