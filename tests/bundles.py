@@ -157,7 +157,18 @@ def gated_decoupled_bundle() -> Bundle:
 
 def remade(bundle: Bundle, **changes: Any) -> Bundle:
     """A bundle created again, with its gate; `changes` replace arguments of `Bundle.create`."""
-    kept = ("backbone", "budget", "entries", "weighting", "recipe", "settings", "form", "activations", "payload_dtype")
+    kept = (
+        "backbone",
+        "budget",
+        "entries",
+        "weighting",
+        "recipe",
+        "settings",
+        "form",
+        "activations",
+        "payload_dtype",
+        "layers",
+    )
     facts = {name: getattr(bundle.metadata, name) for name in kept} | {"gate": bundle.gate}
     tensors = {name: tensor for name, tensor in bundle.tensors().items() if not name.startswith("gate_")}
     return Bundle.create(**(tensors | facts | changes))
@@ -188,6 +199,13 @@ def as_decoupled(
         **maps,
         **changes,
     )
+
+
+def in_layers(bundle: Bundle, layers: Sequence[int]) -> Bundle:
+    """Decoupled memory with the payloads of these layers alone."""
+    names = ("payload_keys", "payload_values", "value_gates", "layer_bias", "map_in", "map_out")
+    tensors = {name: tensor[list(layers)] for name, tensor in bundle.tensors().items() if name in names}
+    return remade(bundle, layers=tuple(layers), **tensors)
 
 
 def by_default(

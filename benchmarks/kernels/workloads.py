@@ -86,7 +86,7 @@ class Case:
         """As the engine describes the step."""
         slots = np.resize(self.slot_of_request, self.rows)
         tokens = np.full(self.rows, self.tokens, dtype=np.int32)
-        return MemoryRows(slots, tokens, maps=self.map_rows > 0, merged=self.form == "merged")
+        return MemoryRows(slots, tokens, maps=self.map_rows > 0, merged=self.form == "merged", layers=frozenset({0}))
 
 
 @dataclass(frozen=True, eq=False)

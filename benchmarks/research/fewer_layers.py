@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.from_a_table.__main__ import TABLES
 from benchmarks.record import keep, parser_of
+from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import InduceKVError
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
@@ -34,30 +35,16 @@ from selector.cli.columns import ColumnOptions
 from selector.data.choice import hold_out
 from selector.data.examples import Example, read_task
 from selector.recipes import DEFAULT as RECIPE
-from selector.refined.candidates import active_from, preconditioned
+from selector.refined.candidates import active_from, preconditioned, rates_for
 from selector.refined.entries import initial_entries
 from selector.refined.settings import RefinedSettings
-from selector.refined.training import PAYLOADS, Training, TrainingProblem, log_prior, step_loss, train
+from selector.refined.shape import EntryShape
+from selector.refined.training import Training, TrainingProblem, log_prior, step_loss, train
 from selector.update.inputs import TaskInputs
 
 TOKENS, RANK = 16, 8  # of memory in all layers
 EVERY_SECOND, WITH_FEWER_BYTES = "every second of the last two thirds", "the same, no more tokens"
 CHOICES = ("all", "last half", "last third", "by gradient", "every third", EVERY_SECOND, WITH_FEWER_BYTES)
-
-
-class InSomeLayers(Training):
-    """Trains payloads in these layers alone: elsewhere values stay 0, and change nothing."""
-
-    def __init__(self, problem: TrainingProblem, settings: RefinedSettings, rate: float, layers: Sequence[int]) -> None:
-        super().__init__(problem, settings, rate)
-        self._trained = torch.zeros(problem.memory.payload_keys.shape[0], dtype=torch.bool)  # [L]
-        self._trained[list(layers)] = True
-
-    def _of_trained_layers(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: torch.where(self._trained.view(-1, *[1] * (g.ndim - 1)), g, 0) if name in PAYLOADS else g
-            for name, g in gradients.items()
-        }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,24 +67,29 @@ def run(options: argparse.Namespace) -> None:
     with tiled_attention(backbone):
         scorer = Scorer(backbone, batch_size=4 * EVALUATION_BATCHES)
         for seed in options.seeds:
-            for name in CHOICES:
+            for name in options.layers:
                 if (name, seed) not in made:
-                    known.append(measured(scorer, rows, questions, name, options.chosen, seed))
+                    known.append(measured(scorer, rows, questions, name, options, seed))
                     described = {"benchmark": "fewer_layers", "model": options.model.name, "questions": len(questions)}
                     keep(described | {"rows": known}, options.output)
 
 
 def measured(
-    scorer: Scorer, rows: Sequence[Example], questions: Sequence[Example], name: str, chosen: int, seed: int
+    scorer: Scorer,
+    rows: Sequence[Example],
+    questions: Sequence[Example],
+    name: str,
+    options: argparse.Namespace,
+    seed: int,
 ) -> dict[str, Any]:
     """Train the memory of one choice of layers, and ask it."""
     began, L = time.process_time(), scorer.backbone.num_layers
-    layers = layers_of(name, scorer, rows, chosen, seed)
-    settings = settings_of(1 if name == WITH_FEWER_BYTES else L // len(layers), seed)
-    problem = problem_of(scorer, rows, settings)
-    training = InSomeLayers(problem, settings, settings.learning_rate or 0.0, layers)
+    settings = settings_of(scorer, options.activation, seed)
+    layers = layers_of(name, scorer, rows, options.chosen, settings)
+    shape = shape_of(layers, 1 if name == WITH_FEWER_BYTES else L // len(layers))
+    training = Training(problem_of(scorer, rows, settings, shape), settings, settings.learning_rate or 0.0)
     memory = train(training, None, name)
-    seconds, asked = time.process_time() - began, asked_with(scorer, questions)
+    seconds, asked = time.process_time() - began, asked_with(scorer, questions, options.activation)
     losses = scorer.each_loss(asked, memory)
     right = 0
     with torch.no_grad():
@@ -111,8 +103,9 @@ def measured(
         "seed": seed,
         "of": L,
         "trained": list(layers),
-        "tokens": settings.payload_tokens,
-        "map_rank": settings.map_rank,
+        "activation": settings.activation,
+        "tokens": shape.payload_tokens,
+        "map_rank": shape.map_rank,
         "right": right,
         "nll": round(float(losses.mean()), 4),
         "nll_error": round(float(losses.std()) / len(losses) ** 0.5, 4),
@@ -121,20 +114,20 @@ def measured(
     }
 
 
-def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, seed: int) -> list[int]:
+def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, settings: RefinedSettings) -> list[int]:
     L = scorer.backbone.num_layers
     ranges = {"all": range(L), "last half": range(L - L // 2, L), "last third": range(L - L // 3, L)}
     ranges["every third"] = range(2, L, 3)
     ranges[EVERY_SECOND] = ranges[WITH_FEWER_BYTES] = range(L // 3, L, 2)
     if name in ranges:
         return list(ranges[name])
-    norms = gradient_norms(scorer, rows, settings_of(1, seed))
+    norms = gradient_norms(scorer, rows, settings)
     return sorted(norms.argsort(descending=True)[:chosen].tolist())
 
 
 def gradient_norms(scorer: Scorer, rows: Sequence[Example], settings: RefinedSettings) -> Tensor:
     """Of the values of each layer, over the first batch: [L]."""
-    problem = problem_of(scorer, rows, settings)
+    problem = problem_of(scorer, rows, settings, shape_of(range(scorer.backbone.num_layers), 1))
     training = Training(problem, settings, settings.learning_rate or 0.0)
     memory = replace(problem.memory, payload_values=training.parameters["payload_values"])
     loss = step_loss(problem, settings, memory, 0)
@@ -142,25 +135,34 @@ def gradient_norms(scorer: Scorer, rows: Sequence[Example], settings: RefinedSet
     return gradient.flatten(1).norm(dim=1)
 
 
-def settings_of(times: int, seed: int) -> RefinedSettings:
-    """Of the preset `quick`, with so many times the bytes in a layer."""
-    quick = RECIPE.presets["quick"]
-    return RefinedSettings(**quick, payload_tokens=TOKENS * times, map_rank=RANK * times, facts="off", seed=seed)
+def shape_of(layers: Sequence[int], times: int) -> EntryShape:
+    """With so many times the bytes in a layer."""
+    return EntryShape(tuple(layers), TOKENS * times, RANK * times)
 
 
-def problem_of(scorer: Scorer, rows: Sequence[Example], settings: RefinedSettings) -> TrainingProblem:
+def settings_of(scorer: Scorer, activation: Activation, seed: int) -> RefinedSettings:
+    """Of the preset `quick`, with the rate of the activation."""
+    given = {**RECIPE.presets["quick"], "activation": activation}
+    given["learning_rate"] = rates_for(scorer.backbone, activation)[0]
+    return RefinedSettings(**given, facts="off", seed=seed)
+
+
+def problem_of(
+    scorer: Scorer, rows: Sequence[Example], settings: RefinedSettings, shape: EntryShape
+) -> TrainingProblem:
     training, validation = hold_out(rows, settings.seed)
     inputs = TaskInputs(training, validation, [], None)
-    entries, records = initial_entries(scorer.backbone, inputs, settings)
-    asked = asked_with(scorer, training), asked_with(scorer, validation)
+    entries, records = initial_entries(scorer.backbone, inputs, settings, shape)
+    assert settings.activation != "search"
+    asked = [asked_with(scorer, each, settings.activation) for each in (training, validation)]
     problem = TrainingProblem(scorer, entries, asked[0], log_prior(training, records), asked[1], calibrate=False)
     return preconditioned(problem, settings)
 
 
-def asked_with(scorer: Scorer, questions: Sequence[Example]) -> Questions:
-    """With a memory that acts on the generation; one entry for all needs no keys."""
+def asked_with(scorer: Scorer, questions: Sequence[Example], activation: Activation) -> Questions:
+    """One entry for all needs no keys."""
     keys = torch.zeros(len(questions), scorer.backbone.hidden_size)
-    return active_from(scorer, Questions(questions, keys), "generation")
+    return active_from(scorer, Questions(questions, keys), activation)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -170,6 +172,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", type=Path, default=TABLES / "test.csv")
     parser.add_argument("--columns", default="prompt=ticket,answer=team", help="of a table (%(default)s)")
     parser.add_argument("--chosen", type=int, default=8, help="layers, by gradient (%(default)s)")
+    parser.add_argument("--layers", nargs="+", choices=CHOICES, default=CHOICES, help="(default: all of these)")
+    parser.add_argument(
+        "--activation", choices=ACTIVATIONS, default="generation", help="what memory acts on (%(default)s)"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(arguments)
     if options.output is None:

@@ -55,7 +55,7 @@ class DecoupledStep:
         """Add memory to the output [rows, H, D], in place; query [rows, H, D], rotated."""
         for active in self.active:
             rows, memory = active.rows, active.memory
-            if layer < memory.first_layer:
+            if not memory.acts[layer]:
                 continue
             if isinstance(rows, slice):
                 _add(query[rows], output[rows], memory, layer, scale)
@@ -67,7 +67,7 @@ class DecoupledStep:
     def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
         for active in self.active:
             rows, memory = active.rows, active.memory
-            if layer < memory.first_layer:
+            if not memory.acts[layer]:
                 continue
             (read,) = attend(latents.absorbed(query[rows]), memory, layer, latents.scale)  # [R, H, V]
             picked = output[rows]

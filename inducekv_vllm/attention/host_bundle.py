@@ -1,6 +1,6 @@
 """A bundle in a worker's host memory: read and checked, with what its requests look up there.
 
-Shapes: see the package; B entries.
+Shapes: see the package; B entries, L layers of the model.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from ..backbone.fact_reader import FactReader
 from ..backbone.stored_facts import StoredAnswers
@@ -16,6 +16,8 @@ from ..bundle import Bundle
 from ..bundle.lookup import BundleIndex
 from ..gate import WordScores
 from ..retrieval.entry_terms import IntArray
+
+BoolArray = NDArray[np.bool_]
 
 HEAP_BYTES = 12  # that Python's objects take for each byte of the metadata; measured with 20 facts, fewer with more
 
@@ -25,11 +27,17 @@ class HostPart:
     """What stays on the host while a bundle is resident."""
 
     index: BundleIndex
-    first_layers: IntArray  # [B], the first layer in which an entry does anything
+    acts: BoolArray  # [B, L], in which layers an entry does anything
     # On the first rank: the part of a gate that looks at words, facts, and what reads a question for either.
     words: WordScores | None = None
     facts: StoredAnswers | None = None
     reader: FactReader | None = None
+
+    @property
+    def first_layers(self) -> IntArray:
+        """The first layer in which each entry does anything, L if none: [B]."""
+        found: IntArray = np.where(self.acts.any(axis=1), self.acts.argmax(axis=1), self.acts.shape[1])
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +59,7 @@ class HostBundle:
         """Make its index. Arguments as in `HostPart`."""
         part = HostPart(
             index=BundleIndex.from_bundle(bundle),
-            first_layers=first_layers(bundle),
+            acts=layers_of_entries(bundle),
             words=words,
             facts=facts,
             reader=reader,
@@ -60,17 +68,18 @@ class HostBundle:
         return cls(bundle, part, tensors + HEAP_BYTES * len(bundle.metadata.model_dump_json()))
 
 
-def first_layers(bundle: Bundle) -> IntArray:
-    """The first layer in which each entry of decoupled memory does anything, L if none: [B].
+def layers_of_entries(bundle: Bundle) -> BoolArray:
+    """In which layers of the model each entry does anything: [B, L].
 
-    Values of 0 add nothing to the output, whatever their keys are. To merged memory they do.
+    Values of 0 add nothing to the output of decoupled memory, whatever their keys are. To merged memory they do.
     """
-    L, B = bundle.payload_values.shape[:2]
-    if bundle.metadata.form == "merged":
-        return np.zeros(B, dtype=np.int64)
-    acts = bundle.payload_values.flatten(2).any(dim=2)  # [L, B]
+    metadata, values = bundle.metadata, bundle.payload_values
+    found = np.zeros((bundle.num_entries, metadata.backbone.num_layers), dtype=np.bool_)
+    if metadata.form == "merged":
+        return ~found
+    acts = values.flatten(2).any(dim=2)  # [layers with payloads, B]
     if bundle.map_out is not None:
         acts |= bundle.map_out.flatten(2).any(dim=2)
     acts &= (bundle.value_gates != 0)[:, None]
-    found: IntArray = torch.where(acts.any(dim=0), acts.int().argmax(dim=0), L).numpy()
+    found[:, list(metadata.memory_layers)] = acts.T.numpy()
     return found

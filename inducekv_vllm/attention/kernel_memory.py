@@ -3,6 +3,8 @@
 Decoupled memory works around any attention backend. Merged memory needs the log-sum-exp of self-attention, which
 FlashAttention gives (`merged/flash.py`).
 
+Nothing is launched in a layer in which no memory of a step does anything.
+
 CUDA graphs are captured for kinds of steps, and each step chooses. Those without memory launch nothing of it.
 Those with decoupled memory without maps launch a kernel that can do no more. The second of two memories is launched
 behind the first one, in graphs of a kind of their own: it acts on what that has made of the output.
@@ -56,6 +58,7 @@ class KernelMemoryAttention:
         processors: Processors,
         most_graph_rows: int,
         most_memories: int = 1,
+        few_layers: Sequence[int] = (),
         choose_graphs: Callable[[GraphKind], None] = lambda _: None,
         kernels: Any = launch,
     ) -> None:
@@ -64,6 +67,7 @@ class KernelMemoryAttention:
         Args:
             most_graph_rows: rows of the largest graph that has attention in it; 0 if there is none.
             most_memories: of one request, 1 or 2.
+            few_layers: that memory usually is in; none if these are all.
             choose_graphs: called with what the running step needs, and at its end with what no memory needs.
             kernels: `kernels.launch`, or whatever has an `add_memory` that does the same.
         """
@@ -71,6 +75,7 @@ class KernelMemoryAttention:
         self._device, self._model = device, model
         self._most_graph_rows, self._most_memories = most_graph_rows, most_memories
         self._choose_graphs, self._kernels = choose_graphs, kernels
+        self._few = frozenset(few_layers)
         self.most_entries: int | None = tables.most_entries
         self._tables = tables
         self._num_heads = pool.shape.num_kv_heads * pool.shape.heads_per_kv_head
@@ -100,6 +105,7 @@ class KernelMemoryAttention:
         self._captured = GraphKind.NONE  # what is launched outside of steps
         self.deciding: dict[int, Callable[[], None]] = {}
         self._in_step = False
+        self._layers_of_step = frozenset[int]()  # in which its memories do anything
         self._step: StepLaunch | None = None  # of the running step, unless it replays a graph
         self._step_behind: StepLaunch | None = None
         self._pieces: list[tuple[slice, StepLaunch]] = []  # of a step with many rows, for latents
@@ -111,7 +117,7 @@ class KernelMemoryAttention:
             self.merged_refusal = refusal
             logger.info("only decoupled memory can be served: %s", refusal)
         can_merge, rows = self.merged_refusal is None, self._most_graph_rows
-        self._graphs = GraphBuffers(self._geometry, rows, can_merge, self._device)
+        self._graphs = GraphBuffers(self._geometry, rows, can_merge, self._device, few=bool(self._few))
         if self._most_memories > 1:
             self._graphs_behind = GraphBuffers(self._geometry, rows, False, self._device)
         attach_to_decoders(layers, self)
@@ -128,8 +134,9 @@ class KernelMemoryAttention:
     def begin_step(self, rows: StepRows, acting: Sequence[ActingRows]) -> None:
         self._in_step = True
         found, behind = in_rounds(acting, sum(rows.num_scheduled))
+        self._layers_of_step = frozenset[int]().union(*(each.layers for each in (found, behind) if each is not None))
         if rows.graph_rows is not None:
-            kind = graph_kind(found, behind)
+            kind = graph_kind(found, behind, self._few)
             self._choose_graphs(kind)
             if found is not None:
                 self._graphs.write(rows.graph_rows, found, kind)
@@ -172,7 +179,7 @@ class KernelMemoryAttention:
 
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         now = self._launch(len(query))
-        if now is None:
+        if now is None or not self._launches_in(layer):
             return
         self._launch_kernel(layer, now, query, output, self_lse, scale)
         if (behind := self._launch_behind(len(query))) is not None:
@@ -180,12 +187,19 @@ class KernelMemoryAttention:
 
     def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
         """See `AddsLatentMemory`. What rows without memory have read is 0."""
+        if not self._launches_in(layer):
+            return
         whole = [self._launch(len(query)), self._launch_behind(len(query))]
         for rows, now in self._pieces or [(slice(None), each) for each in whole if each is not None]:
             absorbed = latents.absorbed(query[rows])  # [rows, H, D]
             read = absorbed.new_zeros(*absorbed.shape[:2], latents.value_size)  # [rows, H, V]
             self._launch_kernel(layer, now, absorbed, read, None, latents.scale)
             latents.add(read, output[rows])
+
+    def _launches_in(self, layer: int) -> bool:
+        if self._in_step:
+            return layer in self._layers_of_step
+        return self._captured != GraphKind.FEW or layer in self._few
 
     def _launch(self, num_rows: int) -> StepLaunch | None:
         """Outside a step vLLM captures a graph, or makes a dummy run that prepares one: both launch what graphs do."""

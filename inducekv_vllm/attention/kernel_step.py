@@ -37,6 +37,7 @@ def rows_with_memory(acting: Sequence[ActingRows], num_rows: int) -> MemoryRows 
         lengths,
         maps=any(each.memory.bundle.map_rank for each in acting),
         merged=any(each.memory.bundle.form == "merged" for each in acting),
+        layers=frozenset[int]().union(*{each.memory.slot: each.memory.layers for each in acting}.values()),
     )
 
 
@@ -50,17 +51,26 @@ class GraphKind(Enum):
     """What memory the steps have that a CUDA graph is captured for: it launches nothing beyond that."""
 
     NONE = "no memory"
+    FEW = "decoupled memory in the layers that it usually is in"
     DECOUPLED = "decoupled memory without maps"
     EVERY = "memory of every form"
     TWO = "memory of every form, and behind it a second one of the same requests"
 
 
-def graph_kind(rows: MemoryRows | None, behind: MemoryRows | None = None) -> GraphKind:
-    """Of a step with these rows: see `in_rounds`."""
+def graph_kind(
+    rows: MemoryRows | None, behind: MemoryRows | None = None, few: frozenset[int] = frozenset()
+) -> GraphKind:
+    """Of a step with these rows: see `in_rounds`.
+
+    Args:
+        few: the layers of graphs for memory in few layers; none if there are no such graphs.
+    """
     if rows is None:
         return GraphKind.NONE
     if behind is not None:
         return GraphKind.TWO
+    if few and rows.layers <= few:
+        return GraphKind.FEW
     return GraphKind.EVERY if rows.maps or rows.merged else GraphKind.DECOUPLED
 
 
@@ -86,10 +96,16 @@ class GraphBuffers:
     One graph runs at a time, so the graphs of all sizes and kinds share the buffers.
     """
 
-    def __init__(self, geometry: KernelGeometry, most_rows: int, lse: bool, device: Device) -> None:
-        """`most_rows` of the largest graph, 0 if no graph has attention in it."""
+    def __init__(
+        self, geometry: KernelGeometry, most_rows: int, lse: bool, device: Device, *, few: bool = False
+    ) -> None:
+        """
+        Args:
+            most_rows: of the largest graph, 0 if no graph has attention in it.
+            few: there are graphs for memory in few layers.
+        """
         self.most_rows = most_rows
-        self._geometry, self._lse, self._device = geometry, lse, device
+        self._geometry, self._lse, self._device, self._few = geometry, lse, device, few
         with_memory = [kind for kind in self.kinds if kind != GraphKind.NONE]
         shapes = [self.shape(rows, kind) for rows in range(1, most_rows + 1) for kind in with_memory]
         self._arrivals = _no_arrivals(most_rows, geometry, device)
@@ -101,13 +117,14 @@ class GraphBuffers:
     def kinds(self) -> tuple[GraphKind, ...]:
         """That graphs are captured for, where a request has one memory."""
         is_every = not self._geometry.has_maps and not self._lse
-        kinds = (GraphKind.NONE, GraphKind.DECOUPLED)
+        kinds = (GraphKind.NONE, *([GraphKind.FEW] if self._few else []), GraphKind.DECOUPLED)
         return kinds if is_every else (*kinds, GraphKind.EVERY)
 
     def shape(self, num_rows: int, kind: GraphKind) -> LaunchShape:
         """Of the launch in a graph of this many rows."""
         is_every = kind in (GraphKind.EVERY, GraphKind.TWO)
-        return self._geometry.of_graph(num_rows, maps=is_every and self._geometry.has_maps, lse=is_every and self._lse)
+        maps = (is_every or kind == GraphKind.FEW) and self._geometry.has_maps
+        return self._geometry.of_graph(num_rows, maps=maps, lse=is_every and self._lse)
 
     def launch(self, num_rows: int, kind: GraphKind) -> StepLaunch:
         """What a graph of this many rows launches; it reads the buffers."""

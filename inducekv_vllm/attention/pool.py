@@ -4,8 +4,9 @@ It is allocated once, before vLLM measures how much memory is left for the KV ca
 writes its tokens and never moves an address, so a captured CUDA graph stays valid. Tokens are overwritten with zeros
 before they are free again: of a bundle that is gone, the pool holds nothing.
 
-A bundle lies in one range: its tokens, entry by entry, then its rows of maps. A row of a map is as long as G tokens and
-begins at a multiple of G: the inner halves of maps lie among the keys, their outer ones among the values.
+A bundle lies in one range of all layers, also of those that its memory is not in: its tokens, entry by entry, then its
+rows of maps. A row of a map is as long as G tokens and begins at a multiple of G: the inner halves of maps lie among
+the keys, their outer ones among the values.
 
 Shapes: see the package; P tokens of the pool, B entries of m tokens, r rank of a map, V size of a head's values.
 """
@@ -115,8 +116,8 @@ class MemoryPool:
             ) from error
 
     def _check_geometry(self, bundle: Bundle, heads: slice) -> None:
-        L, _, J, _, D = bundle.payload_keys.shape
-        V = bundle.payload_values.shape[-1]
+        L, V = bundle.metadata.backbone.num_layers, bundle.payload_values.shape[-1]
+        _, _, J, _, D = bundle.payload_keys.shape
         own = (self.shape.num_layers, self.shape.num_kv_heads, self.shape.head_size, self.shape.value_size)
         if own != (L, len(range(J)[heads]), D, V):
             raise UnsupportedModel(
@@ -131,12 +132,13 @@ class MemoryPool:
         first_map_row = region.place.start + token_rows(bundle.metadata, G)
         tokens = slice(first_token, first_token + bundle.num_entries * bundle.payload_tokens)
         rows = slice(first_map_row, first_map_row + bundle.num_entries * rank)
+        places = {layer: place for place, layer in enumerate(bundle.metadata.memory_layers)}
         layers = [
             LayerMemory(
                 keys=self.keys[layer, :, tokens],
                 values=self.values[layer, :, tokens],
-                value_gate=float(bundle.value_gates[layer]),
-                bias=float(bundle.layer_bias[layer]),
+                value_gate=float(bundle.value_gates[places[layer]]) if layer in places else 0.0,
+                bias=float(bundle.layer_bias[places[layer]]) if layer in places else 0.0,
                 map_in=self.map_rows(self.keys[layer])[:, rows] if rank else None,
                 map_out=self.map_rows(self.values[layer])[:, rows] if rank else None,
             )
@@ -174,6 +176,13 @@ class MemoryPool:
         step = max(1, AT_ONCE // max(of_layer, 1))
         return (slice(first, min(first + step, L)) for first in range(0, L, step))
 
+    def _layers_of(self, bundle: Bundle, tokens: int) -> Iterator[tuple[slice, slice]]:
+        """Layers of the pool, and where a bundle has them, of which so many tokens are written between two rests."""
+        if bundle.metadata.layers is None:
+            return ((layers, layers) for layers in self._layers_at_once(tokens))
+        numbers = enumerate(bundle.metadata.layers)
+        return ((slice(layer, layer + 1), slice(place, place + 1)) for place, layer in numbers)
+
     def map_rows(self, layers: Tensor) -> Tensor:
         """Layers' keys or values [..., J, P, D] as rows of maps: [..., J, P / G, G D]; latents have no maps."""
         return layers.view(*layers.shape[:-2], self.shape.num_map_rows, -1)
@@ -182,14 +191,14 @@ class MemoryPool:
         B, m, r = bundle.num_entries, bundle.payload_tokens, resident.map_rank
         tokens = slice(resident.first_token, resident.first_token + B * m)
         rows = slice(resident.first_map_row, resident.first_map_row + B * r)
-        for layers in self._layers_at_once(B * m):
-            self._write(self.keys[layers, :, tokens], bundle.payload_keys[layers], heads)
-            self._write(self.values[layers, :, tokens], bundle.payload_values[layers], heads)
+        for layers, places in self._layers_of(bundle, B * m):
+            self._write(self.keys[layers, :, tokens], bundle.payload_keys[places], heads)
+            self._write(self.values[layers, :, tokens], bundle.payload_values[places], heads)
         if bundle.map_in is None or bundle.map_out is None:
             return
-        for layers in self._layers_at_once(B * r * self.shape.heads_per_kv_head):
-            self._write(self.map_rows(self.keys[layers])[:, :, rows], bundle.map_in[layers], heads)
-            self._write(self.map_rows(self.values[layers])[:, :, rows], bundle.map_out[layers].mT, heads)
+        for layers, places in self._layers_of(bundle, B * r * self.shape.heads_per_kv_head):
+            self._write(self.map_rows(self.keys[layers])[:, :, rows], bundle.map_in[places], heads)
+            self._write(self.map_rows(self.values[layers])[:, :, rows], bundle.map_out[places].mT, heads)
 
     def _write(self, target: Tensor, source: Tensor, heads: slice) -> None:
         """Copy [l, B, all heads, x, y] to [l, J, B x, y]."""

@@ -70,9 +70,19 @@ class RequestMemory:
         return self.log_remainder != -math.inf
 
     @cached_property
+    def acts(self) -> list[bool]:
+        """In which layers [L] anything is added."""
+        return list(map(bool, np.any(self.bundle.acts[self.entries], axis=0)))
+
+    @cached_property
+    def layers(self) -> frozenset[int]:
+        """Those in which anything is added."""
+        return frozenset(layer for layer, acts in enumerate(self.acts) if acts)
+
+    @cached_property
     def first_layer(self) -> int:
         """In those before, nothing is added."""
-        return int(self.bundle.first_layers[self.entries].min())
+        return self.acts.index(True) if True in self.acts else len(self.acts)
 
     @cached_property
     def first_entry(self) -> int | None:

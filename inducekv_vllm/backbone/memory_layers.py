@@ -36,6 +36,28 @@ _EARLIER_NAMES: Final = {
 }
 
 
+WIDE: Final = 768  # hidden size from which memory is trained in another way: SmolLM2 has 576, Qwen2.5-0.5B 896
+DEEP: Final = 24  # of fewer layers, a third is less than was measured
+ONE_IN: Final = 3
+
+
+def usual_layers(num_layers: int, hidden_size: int) -> tuple[int, ...] | None:
+    """The layers that trained memory is in unless it continues another: every third of a wide and deep model's.
+
+    What memory costs a token on a GPU is a launch in each of its layers. Memory on the prompt needs some in all of the
+    depth.
+
+    Args:
+        num_layers: L, that memory may act in.
+
+    Returns:
+        None: all.
+    """
+    if hidden_size < WIDE or num_layers < DEEP:
+        return None
+    return tuple(range(ONE_IN - 1, num_layers, ONE_IN))
+
+
 def layer_kinds(text: Any) -> list[str] | None:
     """The kind of every layer, as transformers names them; None if the configuration does not tell layers apart."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)

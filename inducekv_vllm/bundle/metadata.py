@@ -213,8 +213,18 @@ class BundleMetadata(BaseModel):
     # Of the tasks that have no entries; decoupled form only.
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
+    # Those of the backbone's layers that entries have payloads for, ascending; decoupled form only. None: all, which is
+    # not written: it was not, before there was this field.
+    layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1)] | None = Field(
+        default=None, exclude_if=lambda layers: layers is None
+    )
     facts: Annotated[tuple[FactRecord, ...], FailFast()] = ()
     digest: str = ""  # see `bundle_digest`
+
+    @property
+    def memory_layers(self) -> Sequence[int]:
+        """The numbers of the layers [L] that entries have payloads for."""
+        return range(self.backbone.num_layers) if self.layers is None else self.layers
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -277,6 +287,8 @@ def _duplicate(names: Sequence[str]) -> str | None:
 def _check_form(metadata: BundleMetadata, name: str) -> None:
     if metadata.output_map is not None:
         _check_output_map(metadata, metadata.output_map, name)
+    if metadata.layers is not None:
+        _check_layers(metadata, metadata.layers, name)
     weightings = ("prior", "uniform") if metadata.form == "decoupled" else ("sqrt", "prior", "uniform")
     if metadata.weighting not in weightings:
         raise BundleError(
@@ -289,6 +301,14 @@ def _check_form(metadata: BundleMetadata, name: str) -> None:
             f"{name}: {metadata.form} memory needs activations for the tasks [{', '.join(sorted(tasks))}], "
             f"found [{', '.join(sorted(metadata.activations))}]"
         )
+
+
+def _check_layers(metadata: BundleMetadata, layers: Sequence[int], name: str) -> None:
+    if metadata.form != "decoupled":
+        raise BundleError(f"{name}: memory in some layers alone needs the decoupled form, found {metadata.form!r}")
+    available = metadata.backbone.num_layers
+    if list(layers) != sorted(set(layers)) or layers[-1] >= available:
+        raise BundleError(f"{name}: memory is in ascending layers below {available}, found {list(layers)}")
 
 
 def _check_output_map(metadata: BundleMetadata, output_map: OutputMap, name: str) -> None:

@@ -1,9 +1,9 @@
 """A bundle's tensors, their digest and their checks.
 
-Shapes: B entries, m payload tokens, L layers, J KV heads, G query heads of a KV head, D head size, V size of a head's
-values, which is D but for latents (MLA), d hidden size, r rank of a map. Of a relevance gate: C tasks, S layers, P
-prototypes of a layer, F = J V, N buckets of words, K tasks that its classifiers were fitted to, E tokens that end a
-clause, H = S P + 2 K.
+Shapes: B entries, m payload tokens, L layers that entries have payloads for, J KV heads, G query heads of a KV head, D
+head size, V size of a head's values, which is D but for latents (MLA), d hidden size, r rank of a map. Of a relevance
+gate: C tasks, S layers, P prototypes of a layer, F = J V, N buckets of words, K tasks that its classifiers were fitted
+to, E tokens that end a clause, H = S P + 2 K.
 """
 
 from __future__ import annotations
@@ -314,14 +314,21 @@ class Bundle:
     def join(self, later: Bundle, **changes: Any) -> Bundle:
         """The next version with the entries of both, those of `later` last; `changes` are those of `next`.
 
-        All else is as here, and as there if there are no entries here. Raises BundleError: the entries differ in shape.
+        All else is as here, and as there if there are no entries here. Raises BundleError: the entries differ in shape,
+        or are in other layers.
         """
         metadata, new = self.metadata, later.metadata
         names = [name for name in ENTRY_AXES if name in later.tensors()]
         if not self.num_entries:
             entries = {name: later.tensors()[name] for name in names}
-            shape = {name: getattr(new, name) for name in ("payload_tokens", "payload_dtype", "output_map")}
+            shape = {name: getattr(new, name) for name in ("payload_tokens", "payload_dtype", "output_map", "layers")}
+            shape |= {"value_gates": later.value_gates, "layer_bias": later.layer_bias}
             return self.next(**entries, **shape, entries=new.entries, activations=new.activations, **changes)
+        if list(metadata.memory_layers) != list(new.memory_layers):
+            raise BundleError(
+                f"the entries of two bundles cannot be joined: one memory is in the layers "
+                f"{list(metadata.memory_layers)}, the other in {list(new.memory_layers)}"
+            )
         try:
             both = {name: torch.cat([self.tensors()[name], later.tensors()[name]], ENTRY_AXES[name]) for name in names}
         except (KeyError, RuntimeError) as error:
@@ -448,7 +455,7 @@ def dtypes_of(metadata: BundleMetadata) -> dict[str, torch.dtype]:
 def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
     """Return the shape that each tensor must have according to the metadata."""
     backbone, B, m = metadata.backbone, len(metadata.entries), metadata.payload_tokens
-    payload = (backbone.num_layers, B, backbone.num_kv_heads, m)
+    each = (len(metadata.memory_layers), B, backbone.num_kv_heads)  # [L, B, J]
     gate: dict[str, tuple[int, ...]] = {}
     if (record := metadata.gate) is not None:
         S, P, C, K = len(record.layers), record.prototypes, len(metadata.gate_tasks), record.classified
@@ -461,15 +468,14 @@ def expected_shapes(metadata: BundleMetadata) -> dict[str, tuple[int, ...]]:
             gate |= {"gate_clause_ends": (record.clause_ends,)}
     maps = {}
     if (shape := metadata.output_map) is not None:
-        each = (backbone.num_layers, B, backbone.num_kv_heads)
         maps = {"map_in": (*each, shape.rank, shape.width), "map_out": (*each, shape.width, shape.rank)}
     return {
         "retrieval_keys": (B, backbone.hidden_size),
-        "payload_keys": (*payload, backbone.head_dim),
-        "payload_values": (*payload, backbone.value_size),
+        "payload_keys": (*each, m, backbone.head_dim),
+        "payload_values": (*each, m, backbone.value_size),
         "temperature": (),
-        "value_gates": (backbone.num_layers,),
-        "layer_bias": (backbone.num_layers,),
+        "value_gates": each[:1],
+        "layer_bias": each[:1],
         **gate,
         **maps,
     }

@@ -11,6 +11,7 @@ from ..attention.kernel_step import GraphKind
 from ..attention.kernel_tables import KernelTables
 from ..attention.kernels import launch
 from ..attention.memory_attention import MemoryAttention
+from ..backbone.memory_layers import usual_layers
 from ..vllm_seams.graphs import GraphSets
 from ..vllm_seams.requirements import check_gpu_runner
 from .memory_worker import MemoryWorker
@@ -37,6 +38,7 @@ class InduceKVCUDAWorker(MemoryWorker):
             launch.processors(self._device.torch_device),
             most_graph_rows=self._most_graph_rows,
             most_memories=self.settings.most_memories,
+            few_layers=usual_layers(self.pool.shape.num_layers, self.model_config.get_hidden_size()) or (),
             choose_graphs=self._choose_graphs,
         )
 

@@ -78,6 +78,7 @@ class TensorMemory:
     form: Form = "merged"
     map_in: Tensor | None = None  # [L, B, J, r, G D]
     map_out: Tensor | None = None  # [L, B, J, G D, r]
+    layers: tuple[int, ...] | None = None  # [L], the model's that these are; None: all that memory may act in
 
     @classmethod
     def from_bundle(
@@ -94,11 +95,18 @@ class TensorMemory:
             form=bundle.metadata.form,
             map_in=None if bundle.map_in is None else bundle.map_in.to(device, dtype),
             map_out=None if bundle.map_out is None else bundle.map_out.to(device, dtype),
+            layers=bundle.metadata.layers,
         )
 
-    def of_layer(self, layer: int, device: torch.device) -> TensorMemory:
-        """The memory of one layer alone, which is its layer 0, on this device; gradients reach this memory."""
-        one = slice(layer, layer + 1)
+    def place_of(self, layer: int) -> int | None:
+        """Where the payloads of this layer of the model are; None: the memory does nothing there."""
+        if self.layers is None:
+            return layer
+        return self.layers.index(layer) if layer in self.layers else None
+
+    def of_layer(self, place: int, device: torch.device) -> TensorMemory:
+        """The payloads of one layer alone, which are at place 0, on this device; gradients reach this memory."""
+        one = slice(place, place + 1)
         return replace(
             self,
             payload_keys=self.payload_keys[one].to(device),
@@ -184,7 +192,8 @@ def attention_with(
         scaling: float,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        active, layer = _injected.get(), getattr(module, "memory_layer", None)
+        active, number = _injected.get(), getattr(module, "memory_layer", None)
+        layer = None if active is None or number is None else active[0].place_of(number)
         if active is None or layer is None:
             return own_attention(module, query, key, value, attention_mask, scaling, **kwargs), None
         memory, terms = active

@@ -50,6 +50,7 @@ def _summary(bundle: Bundle) -> dict[str, Any]:
         "tasks": ", ".join(f"{task} ({count})" for task, count in tasks.items()),
         "facts": len(metadata.facts),
         "payload tokens": f"{metadata.payload_tokens} an entry, {bundle.num_entries * metadata.payload_tokens} in all",
+        **({} if metadata.layers is None else {"layers": ", ".join(map(str, metadata.layers))}),
         "footprint": f"{size} bytes ({size / 2**20:.2f} MiB)",
         **_gate(bundle),
         **_form_summary(metadata),

@@ -19,6 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from inducekv_vllm.backbone.memory_layers import WIDE
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import BundleError, InduceKVError, TaskDataError
 
@@ -33,7 +34,6 @@ from .settings import RefinedSettings
 from .training import StepRecord, Training, TrainingProblem, train
 
 LEARNING_RATES: Final = (0.1, 0.3)
-WIDE: Final = 768  # hidden size from which rates are lower: 576 (SmolLM2) wants those above, 896 (Qwen2.5-0.5B) these
 RATES_IF_WIDE: Final = (0.1,)
 RATES_OF_PROMPTS_IF_WIDE: Final = (0.02,)  # memory on a prompt's tokens diverges with more
 # Standard errors within which two losses are as good. A hybrid's state cannot go back: a second pass is one over all of
@@ -180,23 +180,23 @@ def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_la
 
 def preconditioned(problem: TrainingProblem, settings: RefinedSettings) -> TrainingProblem:
     """The problem as wide models' decoupled memory is trained; others stay as they are."""
-    if _is_wide(problem.scorer.backbone) and settings.form == "decoupled":
-        return replace(problem, preconditioner=Preconditioner.of(problem.scorer.backbone))
+    if is_wide(problem.scorer.backbone) and settings.form == "decoupled":
+        return replace(problem, preconditioner=Preconditioner.of(problem.scorer.backbone, problem.memory.layers))
     return problem
 
 
 def rates_for(backbone: Backbone, activation: Activation) -> tuple[float, ...]:
-    if not _is_wide(backbone):
+    if not is_wide(backbone):
         return LEARNING_RATES
     return RATES_IF_WIDE if activation == "generation" else RATES_OF_PROMPTS_IF_WIDE
 
 
 def rungs_for(backbone: Backbone) -> tuple[tuple[float, int], ...]:
     """After which share of the steps how many trainings go on."""
-    return RUNGS_IF_WIDE if _is_wide(backbone) else RUNGS
+    return RUNGS_IF_WIDE if is_wide(backbone) else RUNGS
 
 
-def _is_wide(backbone: Backbone) -> bool:
+def is_wide(backbone: Backbone) -> bool:
     return backbone.hidden_size >= WIDE
 
 
@@ -223,7 +223,7 @@ def _of_generation(problem: TrainingProblem, settings: RefinedSettings, gate_lay
     """The layers that memory on the generation is tried from."""
     # 80 tickets: from the gate's layer on, Qwen2.5-0.5B has 23 of 24 right and not 22, SmolLM2 20 and not 23. Of four
     # other tasks, Qwen was best on none with memory of the generation in all layers.
-    if _is_wide(problem.scorer.backbone):
+    if is_wide(problem.scorer.backbone):
         return (gate_layer,)
     return (gate_layer, 0) if settings.activation == "search" else (0,)
 

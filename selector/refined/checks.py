@@ -10,6 +10,7 @@ from ..update.inputs import TaskInputs, check_fit
 from ..update.settings import REFINED
 from .entries import number_of_entries, settings_for
 from .settings import RefinedSettings
+from .shape import shape_of_entries, sizes_in_settings
 
 
 def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
@@ -50,7 +51,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
                     f"the previous bundle was refined for the {name} {getattr(previous, name)!r}, "
                     f"found {getattr(settings, name)!r} in the settings"
                 )
-        rank = 0 if previous.output_map is None else previous.output_map.rank
+        rank = sizes_in_settings(previous)["map_rank"]
         if previous.entries and rank != settings.map_rank:
             raise BundleError(f"the previous bundle has maps of rank {rank}, found {settings.map_rank} in the settings")
     if previous is None or previous.recipe == REFINED:
@@ -64,7 +65,8 @@ def check_model(
     settings = settings_for(scorer.backbone, settings)
     if settings.form == "merged":
         scorer.backbone.require_full_attention()
-    check_fit(scorer, inputs, settings.budget, settings.payload_tokens, progress)
+    tokens = shape_of_entries(scorer.backbone, settings, inputs.previous).payload_tokens
+    check_fit(scorer, inputs, settings.budget, tokens, progress)
     return settings
 
 

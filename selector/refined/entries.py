@@ -18,32 +18,40 @@ from ..data.examples import Example, entry_records
 from ..update.inputs import TaskInputs
 from ..update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
 from .settings import RefinedSettings
+from .shape import EntryShape, shape_of_entries
 
 
 def initial_entries(
-    backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings
+    backbone: Backbone, inputs: TaskInputs, settings: RefinedSettings, shape: EntryShape | None = None
 ) -> tuple[TensorMemory, tuple[EntryRecord, ...]]:
     """The new task's K entries as extracted, in float32.
 
     New values of decoupled memory are 0, so that untrained entries change nothing (LLaMA-Adapter, arXiv 2303.16199).
     So are the outer halves of maps; the inner ones are drawn from N(0, 1 / width). Calibration is that of the previous
     memory, if there is one.
+
+    Args:
+        shape: None for that of `shape_of_entries`.
     """
+    shape = shape or shape_of_entries(backbone, settings, inputs.previous)
     rows = some_rows(len(inputs.training), number_of_entries(inputs, settings), (settings.seed, 6))
     examples = [inputs.training[row] for row in rows]
-    extraction = extract(backbone, examples, settings.payload_tokens, batch_size=settings.batch_size)
+    extraction = extract(backbone, examples, shape.payload_tokens, batch_size=settings.batch_size)
+    numbers = list(range(backbone.num_layers) if shape.layers is None else shape.layers)
+    payload_keys, payload_values = extraction.payload_keys[numbers], extraction.payload_values[numbers]
     decoupled = settings.form == "decoupled"
     temperature: Tensor = torch.tensor(INITIAL_TEMPERATURE)
-    value_gates = torch.full((backbone.num_layers,), 1.0 if decoupled else INITIAL_VALUE_GATE)
-    layer_bias = torch.zeros(backbone.num_layers)
+    value_gates = torch.full((len(numbers),), 1.0 if decoupled else INITIAL_VALUE_GATE)
+    layer_bias = torch.zeros(len(numbers))
     if inputs.previous is not None:
-        previous = TensorMemory.from_bundle(inputs.previous)
-        temperature, value_gates, layer_bias = previous.temperature, previous.value_gates, previous.layer_bias
-    map_in, map_out = initial_maps(backbone, settings, len(examples))
+        temperature = inputs.previous.temperature
+        if inputs.previous.num_entries:  # without, they are in other layers, perhaps
+            value_gates, layer_bias = inputs.previous.value_gates, inputs.previous.layer_bias
+    map_in, map_out = initial_maps(backbone, settings.seed, shape, len(examples))
     memory = TensorMemory(
         retrieval_keys=extraction.keys.half().float(),  # a bundle rounds its keys; train with rounded ones
-        payload_keys=extraction.payload_keys,
-        payload_values=torch.zeros_like(extraction.payload_values) if decoupled else extraction.payload_values,
+        payload_keys=payload_keys,
+        payload_values=torch.zeros_like(payload_values) if decoupled else payload_values,
         temperature=temperature,
         value_gates=value_gates,
         layer_bias=layer_bias,
@@ -51,6 +59,7 @@ def initial_entries(
         form=settings.form,
         map_in=map_in,
         map_out=map_out,
+        layers=shape.layers,
     )
     return memory, entry_records(examples)
 
@@ -77,15 +86,15 @@ def number_of_entries(inputs: TaskInputs, settings: RefinedSettings) -> int:
 
 
 def initial_maps(
-    backbone: Backbone, settings: RefinedSettings, num_entries: int
+    backbone: Backbone, seed: int, shape: EntryShape, num_entries: int
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """map_in [L, entries, J, r, G D] and map_out [L, entries, J, G D, r] float32, or nothing for rank 0."""
-    if not settings.map_rank:
+    if not shape.map_rank:
         return None, None
     J, width = backbone.num_kv_heads, _map_width(backbone)
-    generator = torch.Generator().manual_seed(settings.seed)
-    shape = (backbone.num_layers, num_entries, J, settings.map_rank, width)
-    inner = torch.randn(shape, generator=generator) / math.sqrt(width)
+    generator = torch.Generator().manual_seed(seed)
+    L = backbone.num_layers if shape.layers is None else len(shape.layers)
+    inner = torch.randn(L, num_entries, J, shape.map_rank, width, generator=generator) / math.sqrt(width)
     return inner, torch.zeros_like(inner).transpose(-1, -2).contiguous()
 
 
@@ -102,8 +111,8 @@ def settings_for(backbone: Backbone, settings: RefinedSettings) -> RefinedSettin
                 f"{settings.map_rank}"
             )
         return settings.model_copy(update={"map_rank": 0})
-    if settings.map_rank > (width := _map_width(backbone)):
-        raise ConfigError(f"a map of width {width} has at most that rank, found map_rank {settings.map_rank}")
+    if (rank := shape_of_entries(backbone, settings).map_rank) > (width := _map_width(backbone)):
+        raise ConfigError(f"a map of width {width} has at most that rank, found {rank} (map_rank {settings.map_rank})")
     return settings
 
 

@@ -13,6 +13,7 @@ ZCA whitening [Bell & Sejnowski, 1997], of the columns of W in place of data. Wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -33,9 +34,14 @@ class Preconditioner:
     maps: Tensor  # [L, J, G V, G V]: of a group's outputs together
 
     @classmethod
-    def of(cls, backbone: Backbone) -> Self | None:
-        """None: the output projections have names of their own, or read something else than a row of heads (MLA)."""
-        projections = [output_projection(attention) for attention in backbone.attention_layers()]
+    def of(cls, backbone: Backbone, layers: Sequence[int] | None = None) -> Self | None:
+        """Of these layers [L]; None for all.
+
+        Returns:
+            None: the output projections have names of their own, or read something else than a row of heads (MLA).
+        """
+        attentions = backbone.attention_layers()
+        projections = [output_projection(attentions[layer]) for layer in layers or range(len(attentions))]
         J, H, V = backbone.num_kv_heads, backbone.num_heads, backbone.value_dim
         weights = [each.weight for each in projections if isinstance(each, nn.Linear) and each.in_features == H * V]
         if len(weights) < len(projections):

@@ -35,12 +35,14 @@ class RefinedRecipe(Recipe[RefinedSettings]):
 
     def inherited(self, previous: Bundle, given: Mapping[str, Any]) -> dict[str, Any]:
         """The budget, and what all entries of a memory have in common."""
+        from .shape import sizes_in_settings
+
         metadata, budget = previous.metadata, super().inherited(previous, given)
         if metadata.recipe != REFINED or given.get("form", metadata.form) != metadata.form:
             return budget
-        shared = {name: getattr(metadata, name) for name in ("form", "weighting", "payload_tokens")}
+        shared = {name: getattr(metadata, name) for name in ("form", "weighting")}
         shared |= {n: v for n, v in metadata.settings.items() if n == "entries_per_task"}
-        return {**budget, **shared, "map_rank": 0 if metadata.output_map is None else metadata.output_map.rank}
+        return {**budget, **shared, **sizes_in_settings(metadata)}
 
     def check(self, inputs: TaskInputs, settings: RefinedSettings) -> None:
         from ..gate.data import check_questions

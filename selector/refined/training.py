@@ -204,7 +204,8 @@ class Training:
         first = self.problem.first_layer
         if not first:
             return gradients
-        later = torch.arange(self.problem.memory.payload_keys.shape[0]) >= first  # [L]
+        memory = self.problem.memory
+        later = torch.tensor(memory.layers or range(len(memory.payload_keys))) >= first  # [L]
         return {
             name: torch.where(later.view(-1, *[1] * (g.ndim - 1)), g, 0) if name in PAYLOADS else g
             for name, g in gradients.items()

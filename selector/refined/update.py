@@ -79,6 +79,7 @@ def _bundle(
         "budget": settings.budget,
         "weighting": settings.weighting,
         "form": settings.form,
+        "layers": memory.layers,
         "recipe": REFINED,
         "settings": settings.model_dump() | {"learning_rate": found.learning_rate} | counts,
     }

@@ -88,7 +88,7 @@ def with_facts_that_help(
         return bundle, report
     metadata = bundle.metadata
     try:
-        richer = _taught(bundle, facts, scorer, metadata.budget, metadata.payload_tokens)
+        richer = _taught(bundle, facts, scorer, metadata.budget, metadata.settings["payload_tokens"])
     except InduceKVError as error:
         return bundle, report | {"refused": str(error)}
     richer = with_metadata(richer, parent_digest=metadata.parent_digest, settings=metadata.settings)

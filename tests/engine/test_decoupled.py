@@ -12,7 +12,7 @@ from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import BundleError
 from inducekv_vllm.frontend.offline import MemoryAnswer
 from server.demo import CHECKPOINT
-from tests.bundles import as_decoupled
+from tests.bundles import as_decoupled, in_layers
 from tests.engine.parity import (
     FEWER_PROCESSES,
     TOLERANCE,
@@ -40,6 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
             world.add(f"{activation}-{weighting}", as_decoupled(merged, activation, weighting), folder)
             with_maps = as_decoupled(merged, activation, weighting, map_rank=3)
             world.add(f"{activation}-{weighting}-maps", with_maps, folder)
+            world.add(f"{activation}-{weighting}-layers", in_layers(with_maps, (1, 3)), folder)
         world.add(f"{activation}-other", as_decoupled(world.merged["other"], activation, scale=-6.0), folder)
     return world
 
@@ -58,7 +59,7 @@ def plain(served: MemoryEngine) -> list[MemoryAnswer]:
     return served.check(prompts(6, seed=1), [None] * 6)
 
 
-@pytest.mark.parametrize("weighting", ["prior", "uniform-maps"])
+@pytest.mark.parametrize("weighting", ["prior", "uniform-maps", "prior-layers"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_parity(served: MemoryEngine, plain: list[MemoryAnswer], activation: Activation, weighting: str) -> None:
     answers = served.check(prompts(6, seed=1), [f"{activation}-{weighting}"] * 6)

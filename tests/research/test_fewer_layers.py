@@ -4,16 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.research import fewer_layers
-from benchmarks.research.fewer_layers import InSomeLayers, layers_of, problem_of, settings_of
+from benchmarks.research.fewer_layers import layers_of, settings_of
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import Scorer
-from selector.backbone.tiled_attention import tiled_attention
 from selector.cli.columns import ColumnOptions
 from selector.data.examples import Example, read_task
-from selector.refined.training import PAYLOADS
 from tests.tiny_families import FAMILIES
 
 
@@ -28,29 +25,16 @@ def rows() -> list[Example]:
     return read_task(fewer_layers.TABLES / "train.csv", columns)[:12]
 
 
-def test_other_layers_stay_as_they_were(folder: Path, rows: list[Example]) -> None:
-    backbone = Backbone.load(folder)
-    with tiled_attention(backbone):
-        scorer = Scorer(backbone)
-        problem = problem_of(scorer, rows, settings_of(2, 0))
-        training = InSomeLayers(problem, settings_of(2, 0), 0.1, [1])
-        for _ in range(2):  # in the first step, keys and inner maps get no gradient: values and outer maps are 0
-            training.take_step()
-    for name in PAYLOADS:
-        before, after = getattr(problem.memory, name), getattr(training.memory(), name)
-        assert torch.equal(before[0], after[0])
-        assert not torch.equal(before[1], after[1])
-    assert not training.memory().payload_values[0].any()
-
-
 def test_every_choice_is_measured_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = settings_of(1, 0).model_copy(update={"steps": 1, "payload_tokens": 2, "map_rank": 1})
-    monkeypatch.setattr(fewer_layers, "settings_of", lambda times, seed: few)
-    monkeypatch.setattr(fewer_layers, "CHOICES", ("all", "last half", "by gradient"))
+    monkeypatch.setattr(fewer_layers, "TOKENS", 2)
+    monkeypatch.setattr(fewer_layers, "RANK", 1)
+    few = settings_of(Scorer(Backbone.load(folder)), "generation", 0).model_copy(update={"steps": 1})
+    monkeypatch.setattr(fewer_layers, "settings_of", lambda *_: few)
     output = tmp_path / "result.json"
     arguments = ["--model", str(folder), "--chosen", "1", "--output", str(output)]
+    arguments += ["--layers", "all", "last half", "by gradient"]
     assert fewer_layers.main(arguments) == 0
     first = json.loads(output.read_text())["rows"]
     assert [(row["layers"], len(row["trained"])) for row in first] == [("all", 3), ("last half", 1), ("by gradient", 1)]
@@ -62,7 +46,8 @@ def test_every_choice_is_measured_once(
 
 def test_which_layers_are_trained(folder: Path, rows: list[Example]) -> None:
     scorer = Scorer(Backbone.load(folder))
-    assert layers_of("last half", scorer, rows, 1, 0) == [2]
-    assert layers_of("every third", scorer, rows, 1, 0) == [2]
-    assert layers_of("every second of the last two thirds", scorer, rows, 1, 0) == [1]
-    assert layers_of("all", scorer, rows, 1, 0) == [0, 1, 2]
+    settings = settings_of(scorer, "generation", 0)
+    assert layers_of("last half", scorer, rows, 1, settings) == [2]
+    assert layers_of("every third", scorer, rows, 1, settings) == [2]
+    assert layers_of("every second of the last two thirds", scorer, rows, 1, settings) == [1]
+    assert layers_of("all", scorer, rows, 1, settings) == [0, 1, 2]

@@ -19,6 +19,7 @@ class MemoryRows:
     lengths: IntArray  # [R] tokens
     maps: bool  # some memory has maps
     merged: bool  # some memory is merged
+    layers: frozenset[int]  # in which some memory does anything
 
     def pieces(self, size: int) -> Iterator[tuple[slice, MemoryRows]]:
         """Each `size` adjacent rows by themselves, but for those without any memory."""

@@ -30,6 +30,7 @@ from inducekv_vllm.errors import UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
 from inducekv_vllm.vllm_seams.device import CpuDevice
 from inducekv_vllm.workers.requests import acting_rows
+from tests.bundles import in_layers
 from tests.engine.attention.memory_world import MOST, SCALE, Step, World, requests_of, rows_of, tensors
 from tests.unit.inducekv_vllm.attention.pools import (
     CPU,
@@ -127,6 +128,39 @@ def test_the_graph_of_a_kind_launches_no_more_than_its_steps_need(kind: GraphKin
     torch.testing.assert_close(result, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
     for *_, shape in world.calls:
         assert (shape.maps, shape.lse) == (kind == GraphKind.EVERY,) * 2
+
+
+@pytest.mark.parametrize("graph_rows", [None, MOST])
+def test_nothing_is_launched_in_a_layer_in_which_no_memory_acts(graph_rows: int | None) -> None:
+    """A graph for memory in few layers launches in these; a step with memory elsewhere takes another graph."""
+    world = World(few_layers=(1,))
+    kinds = (GraphKind.NONE, GraphKind.FEW, GraphKind.DECOUPLED, GraphKind.EVERY)
+    world.attention.attach(full_attention(), {}, [])
+    assert world.attention.graph_kinds == kinds
+    whole = fitting_bundle(world.pool.shape, 2, 4, seed=3, map_rank=2)
+    some = random_memory(store(world.pool, in_layers(whole, (1,))), None, False, seed=5, slot=5)
+    world.tables.write(some)
+    world.memories.append(some)
+    alone: Step = [(4, 0, 5, 1), (None, 0, 9, 1)]
+    for step, kind, launches in (
+        (alone, GraphKind.FEW, [1]),
+        ([*alone, (1, 0, 9, 1)], GraphKind.EVERY, [0, 1]),
+    ):
+        world.begin(step, graph_rows)
+        if graph_rows is not None:
+            assert world.chosen[-1] == kind
+            world.attention._in_step = False  # what the captured graph does
+            world.attention.capture_for(kind)
+        query, own, lse = tensors(graph_rows or len(step))
+        found = []
+        for layer in range(world.pool.shape.num_layers):
+            world.calls.clear()
+            output = own.clone()
+            world.attention.add(layer, query, output, lse if world.attention.needs_lse(len(query)) else None, SCALE)
+            found += [layer] * len(world.calls)
+        assert found == launches
+        torch.testing.assert_close(output, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
+        world.attention.end_step()
 
 
 @pytest.mark.parametrize("add_memory", [twin.add_memory, launch.add_memory])

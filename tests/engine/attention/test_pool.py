@@ -1,5 +1,7 @@
 """The resident pool: what lies where, what does not fit, and what is left of a bundle that is gone (nothing)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from inducekv_vllm.attention.slots import RequestMemory
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.errors import CapacityError, UnsupportedModel
 from inducekv_vllm.retrieval.entry_terms import Retrieval, entry_terms
+from tests.bundles import in_layers
 from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool, random_memory, store
 
 # 54 times 3 tokens; bundles of 4 entries of 5 tokens with maps of rank 2 take 7 + 8 of them
@@ -31,6 +34,24 @@ def check_contents(resident: ResidentBundle, bundle: Bundle) -> None:
             assert (found is None) == (payload is None)
             if found is not None and payload is not None:
                 assert torch.equal(found, payload[number].transpose(0, 1).flatten(1, 2).to(found.dtype))
+
+
+def test_a_bundle_in_some_layers_leaves_the_others_empty() -> None:
+    pool = poisoned_pool(SHAPE)
+    before = store(pool, fitting_bundle(SHAPE, 4, 5, map_rank=2))
+    before.region.release()
+    whole = fitting_bundle(SHAPE, 4, 5, 1, map_rank=2)
+    some = in_layers(whole, (0, 2))
+    resident = store(pool, some)
+    stored = replace(resident, layers=(resident.layers[0], resident.layers[2]))
+    check_contents(stored, some)
+    other = resident.layers[1]
+    assert other.map_in is not None
+    assert other.map_out is not None
+    assert not any(tensor.any() for tensor in (other.keys, other.values, other.map_in, other.map_out))
+    assert [layer.value_gate for layer in resident.layers] == pytest.approx([0.7, 0.0, 0.9])
+    assert resident.acts.tolist() == [[True, False, True]] * 4
+    assert resident.first_layers.tolist() == [0] * 4
 
 
 def addresses(layers: tuple[LayerMemory, ...]) -> list[int]:

@@ -34,7 +34,19 @@ from inducekv_vllm.bundle import (
 )
 from inducekv_vllm.errors import BundleError, FingerprintMismatch
 from inducekv_vllm.gate import TurnMarks
-from tests.bundles import FINGERPRINT, D, J, L, d, random_bundle, random_gate, random_gated_bundle, random_maps, remade
+from tests.bundles import (
+    FINGERPRINT,
+    D,
+    J,
+    L,
+    d,
+    in_layers,
+    random_bundle,
+    random_gate,
+    random_gated_bundle,
+    random_maps,
+    remade,
+)
 
 PLAIN, GATED = random_bundle(), random_gated_bundle()  # not to be changed
 GATE = random_gate()
@@ -123,6 +135,27 @@ def test_values_of_another_size_than_keys(path: Path) -> None:
         facts=(FactRecord(id="f", task="t", source_digest="ab", question="q", answer="a"),),
     )  # fmt: skip
     assert empty.payload_values.shape[-1] == D - 2
+
+
+def test_memory_in_some_layers(path: Path) -> None:
+    """A file of memory in all layers is as it was before there was a choice."""
+    whole = random_bundle(form="decoupled", weighting="uniform", activations={"t": "prompt"})
+    assert "layers" not in raw(whole)[1]
+    bundle = in_layers(whole, (0, 2))
+    assert (bundle.num_layers, bundle.metadata.layers) == (2, (0, 2))
+    assert torch.equal(bundle.payload_keys, whole.payload_keys[[0, 2]])
+    write_bundle(bundle, path)
+    again = read_bundle(path)
+    assert again.metadata == bundle.metadata
+    assert torch.equal(again.payload_values, bundle.payload_values)
+    assert in_layers(whole, (0, 1)).digest != remade(bundle, layers=(0, 1)).digest != bundle.digest
+    for layers in ((2, 0), (0, 0), (0, 3)):
+        with pytest.raises(BundleError, match=rf"memory is in ascending layers below 3, found \[{layers[0]}"):
+            remade(bundle, layers=layers)
+    with pytest.raises(BundleError, match=r"payload_keys must be .* \[1, 5, 2, 4, 8\], found"):
+        remade(bundle, layers=(1,))
+    with pytest.raises(BundleError, match="memory in some layers alone needs the decoupled form, found 'merged'"):
+        remade(PLAIN, layers=(0, 1, 2))
 
 
 def gate_size(C: int, S: int, P: int) -> int:

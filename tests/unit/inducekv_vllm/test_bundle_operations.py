@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from inducekv_vllm.bundle import ENTRY_AXES, FactRecord, read_bundle, with_metadata, write_bundle
+from inducekv_vllm.bundle import (
+    ENTRY_AXES,
+    FactRecord,
+    bundle_without_entries,
+    read_bundle,
+    with_metadata,
+    write_bundle,
+)
 from inducekv_vllm.errors import BundleError
-from tests.bundles import gated_decoupled_bundle, random_bundle, random_gate
+from tests.bundles import gated_decoupled_bundle, in_layers, random_bundle, random_gate
 
 FORM: dict[str, Any] = {"form": "decoupled", "weighting": "uniform"}
 
@@ -26,6 +33,21 @@ def test_what_is_taken_and_joined_again_is_as_before() -> None:
         assert torch.equal(again.tensors()[name], expected), name
     with pytest.raises(BundleError, match="the entries of two bundles cannot be joined"):
         of_a.join(random_bundle(2, 3, **FORM, activations={"t": "text"}), gate=None)
+
+
+def test_memory_in_other_layers_cannot_be_joined_but_can_follow_facts() -> None:
+    whole = gated_decoupled_bundle()
+    some = in_layers(whole, (0, 2))
+    of_a, of_b = some.take([0, 1, 3]), some.take([2, 4])
+    assert of_a.join(of_b, gate=some.gate).metadata.layers == (0, 2)
+    with pytest.raises(BundleError, match=r"one memory is in the layers \[0, 2\], the other in \[0, 1, 2\]"):
+        of_a.join(whole.take([2, 4]), gate=some.gate)
+    fact = FactRecord(id="f", task="a", source_digest="ab", question="q", answer="a")
+    empty = bundle_without_entries(whole.metadata.backbone, recipe="refined", settings={}, facts=(fact,))
+    joined = empty.join(some, gate=some.gate, budget=some.metadata.budget)
+    assert joined.metadata.layers == (0, 2)
+    assert torch.equal(joined.payload_values, some.payload_values)
+    assert torch.equal(joined.value_gates, some.value_gates)
 
 
 def test_a_gate_is_one_field(tmp_path: Path) -> None:

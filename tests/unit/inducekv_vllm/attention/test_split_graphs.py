@@ -53,7 +53,9 @@ class Engine:
             self_lse=self.problem.self_lse[:rows],
         )
         of_row = np.array(slots, dtype=np.int32)
-        found = MemoryRows(of_row, step.lengths[: len(slots)] * (of_row > 0), maps=True, merged=True)
+        found = MemoryRows(
+            of_row, step.lengths[: len(slots)] * (of_row > 0), maps=True, merged=True, layers=frozenset({0})
+        )
         self.buffers.write(rows, found, GraphKind.EVERY)
         graph, there, result = self.graphs[rows], step.to(DEVICE), output.clone().to(DEVICE)
         rest = (there.self_lse, SCALE, graph.shape)

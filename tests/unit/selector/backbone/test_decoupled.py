@@ -84,6 +84,28 @@ def test_values_of_zero_change_nothing_to_the_bit(backbone: Backbone, prompts: l
     assert all(torch.equal(*pair) for pair in zip(plain, with_zeros, strict=True))
 
 
+def test_memory_in_some_layers_is_memory_whose_values_are_0_in_the_others(
+    backbone: Backbone, prompts: list[Inputs]
+) -> None:
+    whole, numbers = decoupled_memory(backbone), [0, backbone.num_layers - 1]
+    assert whole.map_in is not None
+    assert whole.map_out is not None
+    names = ("payload_keys", "payload_values", "value_gates", "layer_bias", "map_in", "map_out")
+    some = replace(whole, layers=tuple(numbers), **{name: getattr(whole, name)[numbers] for name in names})
+    others = torch.ones(backbone.num_layers).index_fill(0, torch.tensor(numbers), 0).bool()
+    zeros = {name: getattr(whole, name).clone() for name in ("payload_values", "map_out")}
+    for tensor in zeros.values():
+        tensor[others] = 0
+    of_some, of_zeros = (
+        score(backbone, prompts, [ANSWER] * 3, each, terms_of(each, backbone, prompts, [3, 0, 2]))
+        for each in (some, replace(whole, **zeros))
+    )
+    plain = score(backbone, prompts, [ANSWER] * 3)
+    for found, expected, without in zip(of_some, of_zeros, plain, strict=True):
+        assert torch.equal(found, expected)
+        assert (found - without).abs().max() > 1e-3
+
+
 def test_nothing_changes_before_the_first_active_position(backbone: Backbone, prompts: list[Inputs]) -> None:
     """Memory that acts from position A on changes the hidden states from A on, and no earlier one by a bit."""
     memory = decoupled_memory(backbone)

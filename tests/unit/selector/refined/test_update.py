@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig
 
+from inducekv_vllm.backbone.memory_layers import usual_layers
 from inducekv_vllm.bundle import Bundle
 from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import BundleError, TaskDataError
@@ -18,10 +19,11 @@ from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.data.given import read
 from selector.gate.variations import text_of, with_text
-from selector.refined import candidates
+from selector.refined import candidates, shape
 from selector.refined.candidates import AS_GOOD_ON_A_HYBRID, LEARNING_RATES, best_first
 from selector.refined.checks import check_tasks
 from selector.refined.estimate import estimate
+from selector.refined.recipe import RefinedRecipe
 from selector.refined.settings import RefinedSettings
 from selector.refined.training import Training
 from selector.refined.update import update_refined
@@ -158,6 +160,37 @@ def test_memory_from_a_layer_on_has_no_effect_before_it(
     for trained in (bundle.payload_values, bundle.map_out):
         acts = trained.flatten(1).any(dim=1).tolist()  # [L]
         assert acts == [number >= layer for number in range(len(acts))]
+
+
+def test_a_stream_in_some_layers_has_the_bytes_of_one_in_all(
+    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a task joins a memory in the layers that it is in, whatever new memory would be in."""
+    options: dict[str, Any] = {"activation": "text", "map_rank": 2}
+    whole = learn(llava, tmp_path / "whole", examples, **options).bundle
+    L = llava.num_layers
+    monkeypatch.setattr(shape, "usual_layers", lambda *_: (L - 1,))
+    first = learn(llava, tmp_path, examples, **options).bundle
+    assert (first.metadata.layers, first.payload_tokens) == ((L - 1,), L * whole.payload_tokens)
+    names = ("payload_keys", "payload_values", "map_in", "map_out")
+    assert [first.tensors()[each].numel() for each in names] == [whole.tensors()[each].numel() for each in names]
+    assert first.payload_values.flatten(1).any(dim=1).tolist() == [True]
+    given = RefinedRecipe().inherited(first, {})
+    assert (given["payload_tokens"], given["map_rank"]) == (2, 2)
+    anchors = [replace(e, id=f"anchor-{e.id}") for e in examples[:2]]
+    monkeypatch.setattr(shape, "usual_layers", lambda *_: None)
+    second = learn(llava, tmp_path, examples, "counts", first, anchors, **options).bundle
+    assert second.metadata.layers == (L - 1,)
+    assert second.num_entries == 2 * first.num_entries
+    later = learn(llava, tmp_path / "whole", examples, "counts", whole, anchors, **options).bundle
+    assert later.metadata.layers is None
+
+
+def test_which_layers_memory_is_in() -> None:
+    assert usual_layers(24, 896) == (2, 5, 8, 11, 14, 17, 20, 23)
+    assert usual_layers(28, 1536) == (2, 5, 8, 11, 14, 17, 20, 23, 26)
+    assert usual_layers(23, 896) is None
+    assert usual_layers(30, 576) is None
 
 
 def test_a_dry_run_times_what_is_trained_where_windows_alternate(
