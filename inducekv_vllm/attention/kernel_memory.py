@@ -6,7 +6,8 @@ FlashAttention gives (`merged/flash.py`).
 Nothing is launched in a layer in which no memory of a step does anything.
 
 CUDA graphs are captured for kinds of steps, and each step chooses. Those without memory launch nothing of it.
-Those with decoupled memory without maps launch a kernel that can do no more. The second of two memories is launched
+Those with decoupled memory in the layers that a wide and deep model's usually is in launch in these. Those with
+decoupled memory without maps launch a kernel that can do no more. The second of two memories is launched
 behind the first one, in graphs of a kind of their own: it acts on what that has made of the output.
 """
 
@@ -161,6 +162,7 @@ class KernelMemoryAttention:
     def end_step(self) -> None:
         self._in_step = False
         self._step, self._step_behind, self._pieces = None, None, []
+        self._layers_of_step = frozenset()
         self.deciding.clear()
         self._choose_graphs(GraphKind.NONE)  # for vLLM's own dummy steps
 

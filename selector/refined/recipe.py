@@ -42,7 +42,8 @@ class RefinedRecipe(Recipe[RefinedSettings]):
             return budget
         shared = {name: getattr(metadata, name) for name in ("form", "weighting")}
         shared |= {n: v for n, v in metadata.settings.items() if n == "entries_per_task"}
-        return {**budget, **shared, **sizes_in_settings(metadata)}
+        sizes = sizes_in_settings(metadata) if metadata.entries else {}  # facts alone have none
+        return {**budget, **shared, **sizes}
 
     def check(self, inputs: TaskInputs, settings: RefinedSettings) -> None:
         from ..gate.data import check_questions

@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma3TextConfig
 
 from inducekv_vllm.backbone.memory_layers import usual_layers
-from inducekv_vllm.bundle import Bundle
+from inducekv_vllm.bundle import Bundle, FactRecord, bundle_without_entries
 from inducekv_vllm.bundle.source import source_digest_of
 from inducekv_vllm.errors import BundleError, TaskDataError
 from selector.backbone.bundled_model import BundledModel
@@ -19,6 +19,7 @@ from selector.backbone.scoring import Scorer
 from selector.data.examples import Example
 from selector.data.given import read
 from selector.gate.variations import text_of, with_text
+from selector.recipes import settings_after
 from selector.refined import candidates, shape
 from selector.refined.candidates import AS_GOOD_ON_A_HYBRID, LEARNING_RATES, best_first
 from selector.refined.checks import check_tasks
@@ -184,6 +185,13 @@ def test_a_stream_in_some_layers_has_the_bytes_of_one_in_all(
     assert second.num_entries == 2 * first.num_entries
     later = learn(llava, tmp_path / "whole", examples, "counts", whole, anchors, **options).bundle
     assert later.metadata.layers is None
+
+
+def test_memory_after_facts_alone_has_the_sizes_of_new_memory(llava: Backbone) -> None:
+    fact = FactRecord(id="f", task="t", source_digest="ab", question="q", answer="a")
+    facts = bundle_without_entries(llava.fingerprint, recipe="refined", settings={}, facts=(fact,))
+    new = settings_after(facts, RefinedRecipe(), {})
+    assert (new.payload_tokens, new.map_rank) == (RefinedSettings().payload_tokens, RefinedSettings().map_rank)
 
 
 def test_which_layers_memory_is_in() -> None:
