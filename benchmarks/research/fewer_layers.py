@@ -3,10 +3,11 @@
     python -m benchmarks.research.fewer_layers --model DIR [--task FILE --questions FILE] [--chosen 8] --output FILE
 
 The task is by default the 80 support tickets; a tenth of them is held out to stop by, and 24 others are asked. Each
-memory has one entry that acts on the generation, trained as by `inducekv-select --preset quick`: in k of L layers it
-has L / k times the tokens and the rank of maps, but for one choice (`WITH_FEWER_BYTES`). "By gradient" is by what the
-first batch says: the norm of the gradient of their values, before any step. Every question has the memory, whatever a
-gate would say. `right`: every token of the answer, and the end of it, is the likeliest after those before it. `nll`:
+memory has one entry, which acts on the generation unless `--activation` says otherwise, trained as by `inducekv-select
+--preset quick`: in k of L layers it has L / k times the tokens and the rank of maps, but for two choices (`TIMES`).
+`inducekv-select` trains "every third", of memory on the generation from the gate's layer on. "By gradient" is by what
+the first batch says: the norm of the gradient of their values, before any step. Every question has the memory, whatever
+a gate would say. `right`: every token of the answer, and the end of it, is the likeliest after those before it. `nll`:
 the mean of the answers'. Resumable: what FILE has is not trained again.
 """
 
@@ -26,11 +27,13 @@ from torch import Tensor
 
 from benchmarks.from_a_table.__main__ import TABLES
 from benchmarks.record import keep, parser_of
+from inducekv_vllm.backbone.memory_layers import ONE_IN
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import InduceKVError
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from selector.backbone.tiled_attention import tiled_attention
+from selector.backbone.token_values import layers_of_gate
 from selector.cli.columns import ColumnOptions
 from selector.data.choice import hold_out
 from selector.data.examples import Example, read_task
@@ -44,7 +47,9 @@ from selector.update.inputs import TaskInputs
 
 TOKENS, RANK = 16, 8  # of memory in all layers
 EVERY_SECOND, WITH_FEWER_BYTES = "every second of the last two thirds", "the same, no more tokens"
-CHOICES = ("all", "last half", "last third", "by gradient", "every third", EVERY_SECOND, WITH_FEWER_BYTES)
+FROM_GATE = "every third from the gate's layer on"
+CHOICES = ("all", "last half", "last third", "by gradient", "every third", FROM_GATE, EVERY_SECOND, WITH_FEWER_BYTES)
+TIMES = {WITH_FEWER_BYTES: 1, FROM_GATE: ONE_IN}  # the bytes in a layer, where all together have fewer than usual
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +76,8 @@ def run(options: argparse.Namespace) -> None:
                 if (name, seed) not in made:
                     known.append(measured(scorer, rows, questions, name, options, seed))
                     described = {"benchmark": "fewer_layers", "model": options.model.name, "questions": len(questions)}
-                    keep(described | {"rows": known}, options.output)
+                    described |= {"activation": options.activation, "rows": known}
+                    keep(described, options.output)
 
 
 def measured(
@@ -86,7 +92,7 @@ def measured(
     began, L = time.process_time(), scorer.backbone.num_layers
     settings = settings_of(scorer, options.activation, seed)
     layers = layers_of(name, scorer, rows, options.chosen, settings)
-    shape = shape_of(layers, 1 if name == WITH_FEWER_BYTES else L // len(layers))
+    shape = shape_of(layers, TIMES.get(name, L // len(layers)))
     training = Training(problem_of(scorer, rows, settings, shape), settings, settings.learning_rate or 0.0)
     memory = train(training, None, name)
     seconds, asked = time.process_time() - began, asked_with(scorer, questions, options.activation)
@@ -103,7 +109,6 @@ def measured(
         "seed": seed,
         "of": L,
         "trained": list(layers),
-        "activation": settings.activation,
         "tokens": shape.payload_tokens,
         "map_rank": shape.map_rank,
         "right": right,
@@ -115,10 +120,17 @@ def measured(
 
 
 def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, settings: RefinedSettings) -> list[int]:
-    L = scorer.backbone.num_layers
-    ranges = {"all": range(L), "last half": range(L - L // 2, L), "last third": range(L - L // 3, L)}
-    ranges["every third"] = range(2, L, 3)
-    ranges[EVERY_SECOND] = ranges[WITH_FEWER_BYTES] = range(L // 3, L, 2)
+    L, gate = scorer.backbone.num_layers, layers_of_gate(scorer.backbone)[-1]
+    every_third, every_second = range(ONE_IN - 1, L, ONE_IN), range(L // 3, L, 2)
+    ranges: dict[str, Sequence[int]] = {
+        "all": range(L),
+        "last half": range(L - L // 2, L),
+        "last third": range(L - L // 3, L),
+        "every third": every_third,
+        FROM_GATE: [layer for layer in every_third if layer >= gate],
+        EVERY_SECOND: every_second,
+        WITH_FEWER_BYTES: every_second,
+    }
     if name in ranges:
         return list(ranges[name])
     norms = gradient_norms(scorer, rows, settings)
