@@ -90,10 +90,11 @@ def measured(
 ) -> dict[str, Any]:
     """Train the memory of one choice of layers, and ask it."""
     began, L = time.process_time(), scorer.backbone.num_layers
-    settings = settings_of(scorer, options.activation, seed)
+    settings = settings_of(options.activation, seed)
     layers = layers_of(name, scorer, rows, options.chosen, settings)
+    rate = options.rate or rates_for(scorer.backbone, options.activation, layers if len(layers) < L else None)[0]
     shape = shape_of(layers, TIMES.get(name, L // len(layers)))
-    training = Training(problem_of(scorer, rows, settings, shape), settings, settings.learning_rate or 0.0)
+    training = Training(problem_of(scorer, rows, settings, shape), settings, rate)
     memory = train(training, None, name)
     seconds, asked = time.process_time() - began, asked_with(scorer, questions, options.activation)
     losses = scorer.each_loss(asked, memory)
@@ -109,6 +110,7 @@ def measured(
         "seed": seed,
         "of": L,
         "trained": list(layers),
+        "rate": rate,
         "tokens": shape.payload_tokens,
         "map_rank": shape.map_rank,
         "right": right,
@@ -140,7 +142,7 @@ def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, s
 def gradient_norms(scorer: Scorer, rows: Sequence[Example], settings: RefinedSettings) -> Tensor:
     """Of the values of each layer, over the first batch: [L]."""
     problem = problem_of(scorer, rows, settings, shape_of(range(scorer.backbone.num_layers), 1))
-    training = Training(problem, settings, settings.learning_rate or 0.0)
+    training = Training(problem, settings, 0.0)
     memory = replace(problem.memory, payload_values=training.parameters["payload_values"])
     loss = step_loss(problem, settings, memory, 0)
     (gradient,) = torch.autograd.grad(loss, [training.parameters["payload_values"]])
@@ -152,11 +154,9 @@ def shape_of(layers: Sequence[int], times: int) -> EntryShape:
     return EntryShape(tuple(layers), TOKENS * times, RANK * times)
 
 
-def settings_of(scorer: Scorer, activation: Activation, seed: int) -> RefinedSettings:
-    """Of the preset `quick`, with the rate of the activation."""
-    given = {**RECIPE.presets["quick"], "activation": activation}
-    given["learning_rate"] = rates_for(scorer.backbone, activation)[0]
-    return RefinedSettings(**given, facts="off", seed=seed)
+def settings_of(activation: Activation, seed: int) -> RefinedSettings:
+    """Of the preset `quick`."""
+    return RefinedSettings(**{**RECIPE.presets["quick"], "activation": activation}, facts="off", seed=seed)
 
 
 def problem_of(
@@ -188,6 +188,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--activation", choices=ACTIVATIONS, default="generation", help="what memory acts on (%(default)s)"
     )
+    parser.add_argument("--rate", type=float, help="of the tokens (default: as `inducekv-select` has it)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(arguments)
     if options.output is None:

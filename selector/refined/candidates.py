@@ -35,7 +35,9 @@ from .training import StepRecord, Training, TrainingProblem, train
 
 LEARNING_RATES: Final = (0.1, 0.3)
 RATES_IF_WIDE: Final = (0.1,)
-RATES_OF_PROMPTS_IF_WIDE: Final = (0.02,)  # memory on a prompt's tokens diverges with more
+# Memory on a prompt's tokens diverges with more, in all layers. In a third of them it moves the model by less.
+RATES_OF_PROMPTS_IF_WIDE: Final = (0.02,)
+RATES_OF_PROMPTS_IN_SOME_LAYERS: Final = (0.04,)
 # Standard errors within which two losses are as good. A hybrid's state cannot go back: a second pass is one over all of
 # a prompt, or over what follows its last cached state.
 AS_GOOD: Final = 1.0
@@ -174,7 +176,7 @@ def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_la
     return [
         Candidate(activation, Training(each, settings, rate))
         for activation, each in _latest_first(problem, settings, gate_layer)
-        for rate in given or rates_for(problem.scorer.backbone, activation)
+        for rate in given or rates_for(problem.scorer.backbone, activation, problem.memory.layers)
     ]
 
 
@@ -185,10 +187,13 @@ def preconditioned(problem: TrainingProblem, settings: RefinedSettings) -> Train
     return problem
 
 
-def rates_for(backbone: Backbone, activation: Activation) -> tuple[float, ...]:
+def rates_for(backbone: Backbone, activation: Activation, layers: Sequence[int] | None) -> tuple[float, ...]:
+    """Of a memory in these layers; None: in all."""
     if not is_wide(backbone):
         return LEARNING_RATES
-    return RATES_IF_WIDE if activation == "generation" else RATES_OF_PROMPTS_IF_WIDE
+    if activation == "generation":
+        return RATES_IF_WIDE
+    return RATES_OF_PROMPTS_IF_WIDE if layers is None else RATES_OF_PROMPTS_IN_SOME_LAYERS
 
 
 def rungs_for(backbone: Backbone) -> tuple[tuple[float, int], ...]:

@@ -41,7 +41,7 @@ class RefinedSettings(Settings):
     """One task's update by the refined recipe. Raises `ConfigError` for values out of range."""
 
     budget: Annotated[Size, Flag("maximum number of entries; with --previous, its budget")] = 256  # B
-    payload_tokens: Annotated[Size, Flag("tokens per entry and layer")] = 16  # m
+    payload_tokens: Annotated[Size, Flag("tokens per entry and layer, on average")] = 16
     # Decides the defaults of other settings: see `MERGED`.
     form: Annotated[Form, Flag("one softmax over memory and request, or a softmax of the memory's own")] = "decoupled"
     weighting: Annotated[GatedWeighting, Flag("how retrieval weights enter attention")] = "uniform"
@@ -51,8 +51,12 @@ class RefinedSettings(Settings):
         ActivationChoice,
         Flag("what memory acts on: the prompt, the text after the last picture, or the generation; or search"),
     ] = "search"
-    # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output.
-    map_rank: Annotated[int, Field(ge=0, lt=2**31), Flag("rank of an entry's map of the attention output; 0: none")] = 8
+    # Of decoupled memory's entries, beside their tokens: low-rank maps of the attention output. See `shape`, too.
+    map_rank: Annotated[
+        int,
+        Field(ge=0, lt=2**31),
+        Flag("rank of an entry's map of the attention output, on average over layers; 0: none"),
+    ] = 8
     facts: Annotated[FactsChoice, Flag("keep examples as facts, alone or beside memory, as validation says")] = "search"
     gate_misses: Misses = None
     entries_per_task: Annotated[int, Field(ge=1), Flag("of the budget, which must hold them")] = 1

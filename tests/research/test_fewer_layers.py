@@ -30,7 +30,7 @@ def test_every_choice_is_measured_once(
 ) -> None:
     monkeypatch.setattr(fewer_layers, "TOKENS", 2)
     monkeypatch.setattr(fewer_layers, "RANK", 1)
-    few = settings_of(Scorer(Backbone.load(folder)), "generation", 0).model_copy(update={"steps": 1})
+    few = settings_of("generation", 0).model_copy(update={"steps": 1})
     monkeypatch.setattr(fewer_layers, "settings_of", lambda *_: few)
     output = tmp_path / "result.json"
     arguments = ["--model", str(folder), "--chosen", "1", "--output", str(output)]
@@ -46,7 +46,7 @@ def test_every_choice_is_measured_once(
 
 def test_which_layers_are_trained(folder: Path, rows: list[Example]) -> None:
     scorer = Scorer(Backbone.load(folder))
-    settings = settings_of(scorer, "generation", 0)
+    settings = settings_of("generation", 0)
     assert layers_of("last half", scorer, rows, 1, settings) == [2]
     assert layers_of("every third", scorer, rows, 1, settings) == [2]
     assert layers_of("every second of the last two thirds", scorer, rows, 1, settings) == [1]

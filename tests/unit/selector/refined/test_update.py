@@ -264,14 +264,21 @@ def test_what_is_finished_is_as_if_it_had_been_trained_alone(
     assert steps == dict.fromkeys(LEARNING_RATES, 2) | {rate: 8}
 
 
+@pytest.mark.parametrize(("layers", "of_prompts"), [(None, 0.02), ((0, 2), 0.04)])
 def test_a_wide_model_has_a_lower_rate_on_prompts_and_compares_at_the_end(
-    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+    llava: Backbone,
+    tmp_path: Path,
+    examples: list[Example],
+    monkeypatch: pytest.MonkeyPatch,
+    layers: tuple[int, ...] | None,
+    of_prompts: float,
 ) -> None:
     """And what acts on the generation does so from the gate's layer on alone."""
     monkeypatch.setattr(candidates, "WIDE", llava.hidden_size)
+    monkeypatch.setattr(shape, "usual_layers", lambda *_: layers)
     result = learn(llava, tmp_path, examples, activation="search", learning_rate=None, steps=8, patience=None)
     found, layer = measured(result), result.bundle.gate and result.bundle.gate.layers[-1]
-    assert set(found) == {("prompt", 0, 0.02), ("text", 0, 0.02), ("generation", layer, 0.1)}
+    assert set(found) == {("prompt", 0, of_prompts), ("text", 0, of_prompts), ("generation", layer, 0.1)}
     assert [steps for steps, _ in found.values()] == [8, 8, 8]
 
 
