@@ -29,7 +29,7 @@ from benchmarks.from_a_table.__main__ import TABLES
 from benchmarks.record import keep, parser_of
 from inducekv_vllm.backbone.memory_layers import ONE_IN
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
-from inducekv_vllm.errors import InduceKVError
+from inducekv_vllm.errors import ConfigError, InduceKVError
 from selector.backbone.model import Backbone
 from selector.backbone.scoring import EVALUATION_BATCHES, Questions, Scorer
 from selector.backbone.tiled_attention import tiled_attention
@@ -67,13 +67,16 @@ def run(options: argparse.Namespace) -> None:
     columns = ColumnOptions(columns=named, task_name="support").of_table()
     rows, questions = read_task(options.task, columns), read_task(options.questions, columns)
     backbone = Backbone.load(options.model)
-    known = json.loads(options.output.read_text())["rows"] if options.output.is_file() else []
-    made = {(row["layers"], row["seed"]) for row in known}
+    before = json.loads(options.output.read_text()) if options.output.is_file() else {"rows": []}
+    if before.get("activation", options.activation) != options.activation:
+        raise ConfigError(f"{options.output} is of memory on the {before['activation']}: name another file")
+    known = before["rows"]
+    made = {(row["layers"], row["seed"], row.get("rate") if options.rate else None) for row in known}
     with tiled_attention(backbone):
         scorer = Scorer(backbone, batch_size=4 * EVALUATION_BATCHES)
         for seed in options.seeds:
             for name in options.layers:
-                if (name, seed) not in made:
+                if (name, seed, options.rate) not in made:
                     known.append(measured(scorer, rows, questions, name, options, seed))
                     described = {"benchmark": "fewer_layers", "model": options.model.name, "questions": len(questions)}
                     described |= {"activation": options.activation, "rows": known}

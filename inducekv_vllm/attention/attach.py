@@ -17,8 +17,11 @@ class AddsMemory(Protocol):
 
     deciding: dict[int, Callable[[], None]]  # by layer: what is decided once the layer's values are in the KV cache
 
-    def acts(self, num_rows: int) -> bool:
-        """Whether memory acts on any row of a forward pass of this many rows, or may in the graph that is captured."""
+    def acts(self, layer: int, num_rows: int) -> bool:
+        """Whether memory acts in a layer on any row of a pass of this many rows, or may in the graph that is captured.
+
+        `add` is called where it does.
+        """
         ...
 
     def needs_lse(self, num_rows: int) -> bool:
@@ -104,7 +107,7 @@ def _with_memory(base: Any) -> type:
                 query, output = query[: len(lse)], output[: len(lse)]
             if (decide := self.memory.deciding.pop(self.layer_index, None)) is not None:
                 decide()  # memory may act from this layer on
-            if not self.memory.acts(num_rows):
+            if not self.memory.acts(self.layer_index, num_rows):
                 return result
             self.memory.add(self.layer_index, _unquantised(query, output, layer), output, lse, self.scale)
             return result

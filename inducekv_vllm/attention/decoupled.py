@@ -37,8 +37,8 @@ class DecoupledStep:
     merged: list[ActiveRows] = field(default_factory=list)  # of merged memory, which is added elsewhere
     deciding: dict[int, Callable[[], None]] = field(default_factory=dict)
 
-    def acts(self, num_rows: int) -> bool:
-        return bool(self.active)
+    def acts(self, layer: int, num_rows: int) -> bool:
+        return any(each.memory.acts[layer] for each in self.active)
 
     def needs_lse(self, num_rows: int) -> bool:
         """Never."""

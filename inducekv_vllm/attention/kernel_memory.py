@@ -6,9 +6,9 @@ FlashAttention gives (`merged/flash.py`).
 Nothing is launched in a layer in which no memory of a step does anything.
 
 CUDA graphs are captured for kinds of steps, and each step chooses. Those without memory launch nothing of it.
-Those with decoupled memory in the layers that a wide and deep model's usually is in launch in these. Those with
-decoupled memory without maps launch a kernel that can do no more. The second of two memories is launched
-behind the first one, in graphs of a kind of their own: it acts on what that has made of the output.
+Those for decoupled memory in a wide and deep model's usual layers launch in those alone. Those with decoupled memory
+without maps launch a kernel that can do no more. The second of two memories is launched behind the first one, in graphs
+of a kind of their own: it acts on what that has made of the output.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KernelMemoryAttention:
         Args:
             most_graph_rows: rows of the largest graph that has attention in it; 0 if there is none.
             most_memories: of one request, 1 or 2.
-            few_layers: that memory usually is in; none if these are all.
+            few_layers: the layers that memory is usually in; empty if it is in all.
             choose_graphs: called with what the running step needs, and at its end with what no memory needs.
             kernels: `kernels.launch`, or whatever has an `add_memory` that does the same.
         """
@@ -168,8 +168,8 @@ class KernelMemoryAttention:
 
     # ---- in a layer's forward pass -------------------------------------------------------------------------------
 
-    def acts(self, num_rows: int) -> bool:
-        return self._launch(num_rows) is not None
+    def acts(self, layer: int, num_rows: int) -> bool:
+        return self._launch(num_rows) is not None and self._launches_in(layer)
 
     def needs_lse(self, num_rows: int) -> bool:
         launch = self._launch(num_rows)
@@ -181,7 +181,7 @@ class KernelMemoryAttention:
 
     def add(self, layer: int, query: Tensor, output: Tensor, self_lse: Tensor | None, scale: float) -> None:
         now = self._launch(len(query))
-        if now is None or not self._launches_in(layer):
+        if now is None:
             return
         self._launch_kernel(layer, now, query, output, self_lse, scale)
         if (behind := self._launch_behind(len(query))) is not None:
@@ -189,8 +189,6 @@ class KernelMemoryAttention:
 
     def add_latent(self, layer: int, latents: LatentLayer, query: Tensor, output: Tensor) -> None:
         """See `AddsLatentMemory`. What rows without memory have read is 0."""
-        if not self._launches_in(layer):
-            return
         whole = [self._launch(len(query)), self._launch_behind(len(query))]
         for rows, now in self._pieces or [(slice(None), each) for each in whole if each is not None]:
             absorbed = latents.absorbed(query[rows])  # [rows, H, D]

@@ -90,7 +90,7 @@ def attach_latent(name: str, layer: Any, number: int, memory: AddsLatentMemory) 
             return result
         if (decide := memory.deciding.pop(number, None)) is not None:
             decide()  # memory may act from this layer on
-        if memory.acts(len(q)):
+        if memory.acts(number, len(q)):
             memory.add_latent(number, latents, q, output)
         return result
 

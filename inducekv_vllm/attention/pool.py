@@ -177,7 +177,10 @@ class MemoryPool:
         return (slice(first, min(first + step, L)) for first in range(0, L, step))
 
     def _layers_of(self, bundle: Bundle, tokens: int) -> Iterator[tuple[slice, slice]]:
-        """Layers of the pool, and where a bundle has them, of which so many tokens are written between two rests."""
+        """Layers of the pool, and where a bundle has them, of which so many tokens are written between two rests.
+
+        Memory in some layers is written one layer at a time.
+        """
         if bundle.metadata.layers is None:
             return ((layers, layers) for layers in self._layers_at_once(tokens))
         numbers = enumerate(bundle.metadata.layers)

@@ -4,7 +4,7 @@ A bundle has one size for all its layers. Where layers with a sliding window hav
 a prompt (Gemma 4, Step 3.7, Laguna), memory is in the latter alone. A layer that attends to the keys and values of an
 earlier one has no memory either.
 
-Everywhere else a layer's number is its place among these: in a bundle's tensors, in the pool, in a gate's layers.
+Everywhere else a layer's number is its place among these: in a bundle's `layers`, in the pool, in a gate's layers.
 """
 
 from collections.abc import Sequence
@@ -37,15 +37,15 @@ _EARLIER_NAMES: Final = {
 
 
 WIDE: Final = 768  # hidden size from which memory is trained in another way: SmolLM2 has 576, Qwen2.5-0.5B 896
-DEEP: Final = 24  # of fewer layers, a third is less than was measured
+DEEP: Final = 24  # with fewer layers, a third was not measured
 ONE_IN: Final = 3
 
 
 def usual_layers(num_layers: int, hidden_size: int) -> tuple[int, ...] | None:
     """The layers that trained memory is in unless it continues another: every third of a wide and deep model's.
 
-    What memory costs a token on a GPU is a launch in each of its layers. Memory on the prompt needs some in all of the
-    depth.
+    What memory costs a token on a GPU is a launch in each of its layers. Memory on the prompt needs layers at all
+    depths.
 
     Args:
         num_layers: L, that memory may act in.

@@ -45,7 +45,9 @@ def check_magnitudes(bundle: Bundle, dtype: torch.dtype, name: str) -> None:
         ("payload_values", limits.payload_values, _of_payloads(bundle, limits.payload_values)),
         ("the gain of a map", limits.map_gain, _of_maps(bundle, limits.map_gain)),
     ):
-        for layer, largest in zip(bundle.metadata.memory_layers, found, strict=False):  # nothing is found of small ones
+        for layer, largest in zip(
+            bundle.metadata.memory_layers, found, strict=False
+        ):  # none found: none can be too large
             if largest > limit:
                 raise BundleError(
                     f"{name}: {tensor_name} reaches {largest:.4g} in layer {layer}, and a model that is served in "

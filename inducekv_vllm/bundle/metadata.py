@@ -213,8 +213,8 @@ class BundleMetadata(BaseModel):
     # Of the tasks that have no entries; decoupled form only.
     task_adapters: Annotated[tuple[AdapterRecord, ...], FailFast()] = ()
     output_map: OutputMap | None = None  # decoupled form only
-    # Those of the backbone's layers that entries have payloads for, ascending; decoupled form only. None: all, which is
-    # not written: it was not, before there was this field.
+    # Those of the backbone's layers that entries have payloads for, ascending; decoupled form only. None: all layers.
+    # None is not written, so older bundles keep their digests.
     layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1)] | None = Field(
         default=None, exclude_if=lambda layers: layers is None
     )

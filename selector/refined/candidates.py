@@ -35,7 +35,7 @@ from .training import StepRecord, Training, TrainingProblem, train
 
 LEARNING_RATES: Final = (0.1, 0.3)
 RATES_IF_WIDE: Final = (0.1,)
-# Memory on a prompt's tokens diverges with more, in all layers. In a third of them it moves the model by less.
+# In all layers, memory on a prompt diverges at higher rates. In a third of them it moves the model less.
 RATES_OF_PROMPTS_IF_WIDE: Final = (0.02,)
 RATES_OF_PROMPTS_IN_SOME_LAYERS: Final = (0.04,)
 # Standard errors within which two losses are as good. A hybrid's state cannot go back: a second pass is one over all of
@@ -71,8 +71,10 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        coordinates = "-preconditioned" if self.training.problem.preconditioner else ""
-        return f"refinement-{self.activation}-{self.first_layer}-{self.training.learning_rate}{coordinates}"
+        problem, rate = self.training.problem, self.training.learning_rate
+        coordinates = "-preconditioned" if problem.preconditioner else ""
+        layers = "" if problem.memory.layers is None else f"-in-{len(problem.memory.layers)}-layers"
+        return f"refinement-{self.activation}-{self.first_layer}-{rate}{coordinates}{layers}"
 
     @property
     def title(self) -> str:
@@ -182,14 +184,14 @@ def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_la
 
 def preconditioned(problem: TrainingProblem, settings: RefinedSettings) -> TrainingProblem:
     """The problem as wide models' decoupled memory is trained; others stay as they are."""
-    if is_wide(problem.scorer.backbone) and settings.form == "decoupled":
+    if _is_wide(problem.scorer.backbone) and settings.form == "decoupled":
         return replace(problem, preconditioner=Preconditioner.of(problem.scorer.backbone, problem.memory.layers))
     return problem
 
 
 def rates_for(backbone: Backbone, activation: Activation, layers: Sequence[int] | None) -> tuple[float, ...]:
     """Of a memory in these layers; None: in all."""
-    if not is_wide(backbone):
+    if not _is_wide(backbone):
         return LEARNING_RATES
     if activation == "generation":
         return RATES_IF_WIDE
@@ -198,10 +200,10 @@ def rates_for(backbone: Backbone, activation: Activation, layers: Sequence[int] 
 
 def rungs_for(backbone: Backbone) -> tuple[tuple[float, int], ...]:
     """After which share of the steps how many trainings go on."""
-    return RUNGS_IF_WIDE if is_wide(backbone) else RUNGS
+    return RUNGS_IF_WIDE if _is_wide(backbone) else RUNGS
 
 
-def is_wide(backbone: Backbone) -> bool:
+def _is_wide(backbone: Backbone) -> bool:
     return backbone.hidden_size >= WIDE
 
 
@@ -228,7 +230,7 @@ def _of_generation(problem: TrainingProblem, settings: RefinedSettings, gate_lay
     """The layers that memory on the generation is tried from."""
     # 80 tickets: from the gate's layer on, Qwen2.5-0.5B has 23 of 24 right and not 22, SmolLM2 20 and not 23. Of four
     # other tasks, Qwen was best on none with memory of the generation in all layers.
-    if is_wide(problem.scorer.backbone):
+    if _is_wide(problem.scorer.backbone):
         return (gate_layer,)
     return (gate_layer, 0) if settings.activation == "search" else (0,)
 

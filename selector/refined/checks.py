@@ -18,7 +18,7 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
 
     Raises:
         TaskDataError: the examples belong to several tasks or to one of the previous bundle.
-        BundleError: the previous bundle has another form, weighting or rank of maps.
+        BundleError: the previous bundle has another form, weighting, number of tokens or rank of maps.
         ConfigError: anchors are missing or superfluous, or the budget is too small.
     """
     task = new_task(inputs.training)
@@ -51,9 +51,14 @@ def check_tasks(inputs: TaskInputs, settings: RefinedSettings) -> None:
                     f"the previous bundle was refined for the {name} {getattr(previous, name)!r}, "
                     f"found {getattr(settings, name)!r} in the settings"
                 )
-        rank = sizes_in_settings(previous)["map_rank"]
+        rank, tokens = (sizes_in_settings(previous)[name] for name in ("map_rank", "payload_tokens"))
         if previous.entries and rank != settings.map_rank:
             raise BundleError(f"the previous bundle has maps of rank {rank}, found {settings.map_rank} in the settings")
+        if previous.entries and tokens != settings.payload_tokens:
+            raise BundleError(
+                f"the previous bundle has {tokens} payload tokens an entry, "
+                f"found {settings.payload_tokens} in the settings"
+            )
     if previous is None or previous.recipe == REFINED:
         number_of_entries(inputs, settings)
 
@@ -62,7 +67,7 @@ def check_model(
     scorer: Scorer, inputs: TaskInputs, settings: RefinedSettings, progress: bool = False
 ) -> RefinedSettings:
     """The checks that need the model; the settings as they are for it. Raises as `RefinedRecipe.update` does."""
-    settings = settings_for(scorer.backbone, settings)
+    settings = settings_for(scorer.backbone, settings, inputs.previous)
     if settings.form == "merged":
         scorer.backbone.require_full_attention()
     tokens = shape_of_entries(scorer.backbone, settings, inputs.previous).payload_tokens

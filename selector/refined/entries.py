@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from inducekv_vllm.bundle import EntryRecord
+from inducekv_vllm.bundle import Bundle, EntryRecord
 from inducekv_vllm.errors import ConfigError
 
 from ..backbone.extraction import extract, extract_keys
@@ -19,6 +20,8 @@ from ..update.inputs import TaskInputs
 from ..update.parametrization import INITIAL_TEMPERATURE, INITIAL_VALUE_GATE
 from .settings import RefinedSettings
 from .shape import EntryShape, shape_of_entries
+
+UNTYING: Final = 0.1  # of the root mean square of a head's keys
 
 
 def initial_entries(
@@ -45,12 +48,12 @@ def initial_entries(
     layer_bias = torch.zeros(len(numbers))
     if inputs.previous is not None:
         temperature = inputs.previous.temperature
-        if inputs.previous.num_entries:  # without, they are in other layers, perhaps
+        if inputs.previous.num_entries:  # a bundle without entries may be in other layers
             value_gates, layer_bias = inputs.previous.value_gates, inputs.previous.layer_bias
     map_in, map_out = initial_maps(backbone, settings.seed, shape, len(examples))
     memory = TensorMemory(
         retrieval_keys=extraction.keys.half().float(),  # a bundle rounds its keys; train with rounded ones
-        payload_keys=payload_keys,
+        payload_keys=untied(payload_keys, settings.seed) if decoupled else payload_keys,
         payload_values=torch.zeros_like(payload_values) if decoupled else payload_values,
         temperature=temperature,
         value_gates=value_gates,
@@ -62,6 +65,18 @@ def initial_entries(
         layers=shape.layers,
     )
     return memory, entry_records(examples)
+
+
+def untied(keys: Tensor, seed: int) -> Tensor:
+    """Keys [L, K, J, m, D] of which a little of N(0, 1) is added to those that are as the one before.
+
+    A prompt of fewer than m tokens has such. Equal tokens have equal gradients, and would be trained to one end.
+    """
+    repeated = torch.zeros(keys.shape[:-1], dtype=torch.bool)
+    repeated[..., 1:] = (keys[..., 1:, :] == keys[..., :-1, :]).all(dim=-1)
+    scale = UNTYING * keys.square().mean(dim=(-2, -1), keepdim=True).sqrt()  # [L, K, J, 1, 1]
+    noise = torch.randn(keys.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.where(repeated[..., None], keys + scale * noise, keys)
 
 
 def questions_of(
@@ -98,7 +113,7 @@ def initial_maps(
     return inner, torch.zeros_like(inner).transpose(-1, -2).contiguous()
 
 
-def settings_for(backbone: Backbone, settings: RefinedSettings) -> RefinedSettings:
+def settings_for(backbone: Backbone, settings: RefinedSettings, previous: Bundle | None = None) -> RefinedSettings:
     """The settings for this model: without maps of the attention output where memory consists of latents (MLA).
 
     Raises:
@@ -111,7 +126,7 @@ def settings_for(backbone: Backbone, settings: RefinedSettings) -> RefinedSettin
                 f"{settings.map_rank}"
             )
         return settings.model_copy(update={"map_rank": 0})
-    if (rank := shape_of_entries(backbone, settings).map_rank) > (width := _map_width(backbone)):
+    if (rank := shape_of_entries(backbone, settings, previous).map_rank) > (width := _map_width(backbone)):
         raise ConfigError(f"a map of width {width} has at most that rank, found {rank} (map_rank {settings.map_rank})")
     return settings
 

@@ -24,9 +24,11 @@ class EntryShape:
 
 
 def shape_of_entries(backbone: Backbone, settings: RefinedSettings, previous: Bundle | None = None) -> EntryShape:
-    """What a run trains: the previous memory's layers, or this model's, with the bytes that the settings say."""
-    has_entries = previous is not None and previous.num_entries > 0
-    layers = previous.metadata.layers if previous is not None and has_entries else layers_of_memory(backbone, settings)
+    """What a run trains: entries as the previous memory's, or in this model's usual layers with the settings' bytes."""
+    if previous is not None and previous.num_entries:
+        metadata = previous.metadata
+        return EntryShape(metadata.layers, metadata.payload_tokens, _rank(metadata))
+    layers = None if settings.form == "merged" else usual_layers(backbone.num_layers, backbone.hidden_size)
     times = 1 if layers is None else backbone.num_layers // len(layers)
     return EntryShape(layers, settings.payload_tokens * times, settings.map_rank * times)
 
@@ -34,10 +36,8 @@ def shape_of_entries(backbone: Backbone, settings: RefinedSettings, previous: Bu
 def sizes_in_settings(memory: BundleMetadata) -> dict[str, int]:
     """`payload_tokens` and `map_rank` of a run whose entries have the shape of this memory's."""
     times = memory.backbone.num_layers // len(memory.memory_layers)
-    rank = 0 if memory.output_map is None else memory.output_map.rank
-    return {"payload_tokens": memory.payload_tokens // times, "map_rank": rank // times}
+    return {"payload_tokens": memory.payload_tokens // times, "map_rank": _rank(memory) // times}
 
 
-def layers_of_memory(backbone: Backbone, settings: RefinedSettings) -> tuple[int, ...] | None:
-    """None: all, as merged memory needs."""
-    return None if settings.form == "merged" else usual_layers(backbone.num_layers, backbone.hidden_size)
+def _rank(memory: BundleMetadata) -> int:
+    return 0 if memory.output_map is None else memory.output_map.rank

@@ -79,7 +79,6 @@ def _bundle(
         "budget": settings.budget,
         "weighting": settings.weighting,
         "form": settings.form,
-        "layers": memory.layers,
         "recipe": REFINED,
         "settings": settings.model_dump() | {"learning_rate": found.learning_rate} | counts,
     }
@@ -90,6 +89,7 @@ def _bundle(
         **calibration,
         **tensors,
         backbone=backbone.fingerprint,
+        layers=memory.layers,
         entries=records,
         gate=fitted.gate if previous is None else None,
         activations={records[0].task: found.activation} if settings.form == "decoupled" else {},

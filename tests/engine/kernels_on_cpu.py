@@ -153,6 +153,11 @@ class ReplayedKernels(KernelMemoryAttention):
             return super()._launch(num_rows)
         return None if self._chosen == GraphKind.NONE else self._graphs.launch(self._graph_rows, self._chosen)
 
+    def _launches_in(self, layer: int) -> bool:
+        if self._graph_rows is None:
+            return super()._launches_in(layer)
+        return self._chosen != GraphKind.FEW or layer in self._few
+
     def _launch_behind(self, num_rows: int) -> StepLaunch | None:
         if self._graph_rows is None:
             return super()._launch_behind(num_rows)

@@ -156,8 +156,11 @@ def test_nothing_is_launched_in_a_layer_in_which_no_memory_acts(graph_rows: int 
         for layer in range(world.pool.shape.num_layers):
             world.calls.clear()
             output = own.clone()
-            world.attention.add(layer, query, output, lse if world.attention.needs_lse(len(query)) else None, SCALE)
+            if world.attention.acts(layer, len(query)):
+                world.attention.add(layer, query, output, lse if world.attention.needs_lse(len(query)) else None, SCALE)
             found += [layer] * len(world.calls)
+            if layer == 0:
+                assert torch.equal(output[0], own[0]), "a memory that is elsewhere adds nothing"
         assert found == launches
         torch.testing.assert_close(output, world.expected(step, query, own, lse), rtol=1e-5, atol=1e-5)
         world.attention.end_step()

@@ -23,6 +23,7 @@ from selector.recipes import settings_after
 from selector.refined import candidates, shape
 from selector.refined.candidates import AS_GOOD_ON_A_HYBRID, LEARNING_RATES, best_first
 from selector.refined.checks import check_tasks
+from selector.refined.entries import untied
 from selector.refined.estimate import estimate
 from selector.refined.recipe import RefinedRecipe
 from selector.refined.settings import RefinedSettings
@@ -185,6 +186,19 @@ def test_a_stream_in_some_layers_has_the_bytes_of_one_in_all(
     assert second.num_entries == 2 * first.num_entries
     later = learn(llava, tmp_path / "whole", examples, "counts", whole, anchors, **options).bundle
     assert later.metadata.layers is None
+
+
+def test_tokens_of_a_short_prompt_do_not_stay_equal(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
+    keys = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 3.0])[:, None].expand(2, 3, 4, 6, 8)  # [L, K, J, m, D]
+    apart = untied(keys, seed=0)
+    firsts, others = [0, 2, 5], [1, 3, 4]
+    assert torch.equal(apart[..., firsts, :], keys[..., firsts, :])
+    assert len(apart[0, 0, 0].unique(dim=0)) == 6
+    moved = (apart - keys)[..., others, :]
+    assert float(moved.std()) == pytest.approx(0.1 * (23 / 6) ** 0.5, rel=0.1)
+    bundle = learn(llava, tmp_path, examples, activation="prompt", payload_tokens=400, steps=2).bundle
+    values = bundle.payload_values.movedim(3, 0).flatten(1)  # [m, all else]
+    assert len(values.unique(dim=0)) == 400
 
 
 def test_memory_after_facts_alone_has_the_sizes_of_new_memory(llava: Backbone) -> None:
