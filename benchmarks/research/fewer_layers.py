@@ -5,10 +5,10 @@
 The task is by default the 80 support tickets; a tenth of them is held out to stop by, and 24 others are asked. Each
 memory has one entry, which acts on the generation unless `--activation` says otherwise, trained as by `inducekv-select
 --preset quick`: in k of L layers it has L / k times the tokens and the rank of maps, but for two choices (`TIMES`).
-`inducekv-select` trains "every third", of memory on the generation from the gate's layer on. "By gradient" is by what
-the first batch says: the norm of the gradient of their values, before any step. Every question has the memory, whatever
-a gate would say. `right`: every token of the answer, and the end of it, is the likeliest after those before it. `nll`:
-the mean of the answers'. Resumable: what FILE has is not trained again.
+`--preset quick` itself has `EVERY_SECOND`. "By gradient" is by what the first batch says: the norm of the gradient of
+their values, before any step. Every question has the memory, whatever a gate would say. `right`: every token of the
+answer, and the end of it, is the likeliest after those before it. `nll`: the mean of the answers'. Resumable: what FILE
+has is not trained again.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def measured(
     began, L = time.process_time(), scorer.backbone.num_layers
     settings = settings_of(options.activation, seed)
     layers = layers_of(name, scorer, rows, options.chosen, settings)
-    rate = options.rate or rates_for(scorer.backbone, options.activation, layers if len(layers) < L else None)[0]
+    rate = options.rate or rates_for(scorer.backbone, options.activation)[0]
     shape = shape_of(layers, TIMES.get(name, L // len(layers)))
     training = Training(problem_of(scorer, rows, settings, shape), settings, rate)
     memory = train(training, None, name)

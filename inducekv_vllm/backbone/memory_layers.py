@@ -42,20 +42,16 @@ ONE_IN: Final = 3
 
 
 def usual_layers(num_layers: int, hidden_size: int) -> tuple[int, ...] | None:
-    """The layers that trained memory is in unless it continues another: every third of a wide and deep model's.
+    """The layers of memory that acts on the generation: a third of a wide and deep model's, and None for all.
 
-    What memory costs a token on a GPU is a launch in each of its layers. Memory on the prompt needs layers at all
-    depths.
+    Every second one, from about where a gate looks last. What memory costs a token on a GPU is a launch in each.
 
     Args:
         num_layers: L, that memory may act in.
-
-    Returns:
-        None: all.
     """
     if hidden_size < WIDE or num_layers < DEEP:
         return None
-    return tuple(range(ONE_IN - 1, num_layers, ONE_IN))
+    return tuple(range(round(num_layers / 3), num_layers, 2))[: num_layers // ONE_IN]
 
 
 def layer_kinds(text: Any) -> list[str] | None:

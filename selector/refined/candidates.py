@@ -35,9 +35,7 @@ from .training import StepRecord, Training, TrainingProblem, train
 
 LEARNING_RATES: Final = (0.1, 0.3)
 RATES_IF_WIDE: Final = (0.1,)
-# In all layers, memory on a prompt diverges at higher rates. In a third of them it moves the model less.
-RATES_OF_PROMPTS_IF_WIDE: Final = (0.02,)
-RATES_OF_PROMPTS_IN_SOME_LAYERS: Final = (0.04,)
+RATES_OF_PROMPTS_IF_WIDE: Final = (0.02,)  # memory on a prompt's tokens diverges with more
 # Standard errors within which two losses are as good. A hybrid's state cannot go back: a second pass is one over all of
 # a prompt, or over what follows its last cached state.
 AS_GOOD: Final = 1.0
@@ -178,7 +176,7 @@ def every_candidate(problem: TrainingProblem, settings: RefinedSettings, gate_la
     return [
         Candidate(activation, Training(each, settings, rate))
         for activation, each in _latest_first(problem, settings, gate_layer)
-        for rate in given or rates_for(problem.scorer.backbone, activation, problem.memory.layers)
+        for rate in given or rates_for(problem.scorer.backbone, activation)
     ]
 
 
@@ -189,13 +187,10 @@ def preconditioned(problem: TrainingProblem, settings: RefinedSettings) -> Train
     return problem
 
 
-def rates_for(backbone: Backbone, activation: Activation, layers: Sequence[int] | None) -> tuple[float, ...]:
-    """Of a memory in these layers; None: in all."""
+def rates_for(backbone: Backbone, activation: Activation) -> tuple[float, ...]:
     if not _is_wide(backbone):
         return LEARNING_RATES
-    if activation == "generation":
-        return RATES_IF_WIDE
-    return RATES_OF_PROMPTS_IF_WIDE if layers is None else RATES_OF_PROMPTS_IN_SOME_LAYERS
+    return RATES_IF_WIDE if activation == "generation" else RATES_OF_PROMPTS_IF_WIDE
 
 
 def rungs_for(backbone: Backbone) -> tuple[tuple[float, int], ...]:

@@ -1,8 +1,9 @@
 """The shape of a task's entries: which layers they are in, and with how many tokens and rows of maps.
 
-Each layer with memory costs a token a launch on a GPU, whatever it reads there. So entries of wide and deep models are
-in a third of the layers, and have three times as many tokens and rows of maps there: they take as many bytes, and tasks
-are learned as well (`benchmarks.research.fewer_layers`).
+Each layer with memory costs a token a launch on a GPU, whatever it reads there. So memory that acts on the generation
+of a wide and deep model is in a third of the layers, and has three times as many tokens and rows of maps there: it
+takes as many bytes, and tasks are learned as well (`benchmarks.research.fewer_layers`). Memory on the prompt is not
+learned as well, so where the activation is searched, all layers are taken.
 """
 
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ class EntryShape:
 
 
 def shape_of_entries(backbone: Backbone, settings: RefinedSettings, previous: Bundle | None = None) -> EntryShape:
-    """What a run trains: entries as the previous memory's, or in this model's usual layers with the settings' bytes."""
+    """What a run trains: entries like the previous memory's, or else with the settings' bytes."""
     if previous is not None and previous.num_entries:
         metadata = previous.metadata
         return EntryShape(metadata.layers, metadata.payload_tokens, _rank(metadata))
-    layers = None if settings.form == "merged" else usual_layers(backbone.num_layers, backbone.hidden_size)
+    on_generation = settings.activation == "generation"  # merged memory never is
+    layers = usual_layers(backbone.num_layers, backbone.hidden_size) if on_generation else None
     times = 1 if layers is None else backbone.num_layers // len(layers)
     return EntryShape(layers, settings.payload_tokens * times, settings.map_rank * times)
 

@@ -168,7 +168,7 @@ def test_a_stream_in_some_layers_has_the_bytes_of_one_in_all(
     llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a task joins a memory in the layers that it is in, whatever new memory would be in."""
-    options: dict[str, Any] = {"activation": "text", "map_rank": 2}
+    options: dict[str, Any] = {"activation": "generation", "map_rank": 2}
     whole = learn(llava, tmp_path / "whole", examples, **options).bundle
     L = llava.num_layers
     monkeypatch.setattr(shape, "usual_layers", lambda *_: (L - 1,))
@@ -180,12 +180,13 @@ def test_a_stream_in_some_layers_has_the_bytes_of_one_in_all(
     given = RefinedRecipe().inherited(first, {})
     assert (given["payload_tokens"], given["map_rank"]) == (2, 2)
     anchors = [replace(e, id=f"anchor-{e.id}") for e in examples[:2]]
-    monkeypatch.setattr(shape, "usual_layers", lambda *_: None)
-    second = learn(llava, tmp_path, examples, "counts", first, anchors, **options).bundle
+    of_text = options | {"activation": "text"}
+    second = learn(llava, tmp_path, examples, "counts", first, anchors, **of_text).bundle
     assert second.metadata.layers == (L - 1,)
     assert second.num_entries == 2 * first.num_entries
     later = learn(llava, tmp_path / "whole", examples, "counts", whole, anchors, **options).bundle
     assert later.metadata.layers is None
+    assert learn(llava, tmp_path, examples, "alone", **of_text).bundle.metadata.layers is None
 
 
 def test_tokens_of_a_short_prompt_do_not_stay_equal(llava: Backbone, tmp_path: Path, examples: list[Example]) -> None:
@@ -209,8 +210,8 @@ def test_memory_after_facts_alone_has_the_sizes_of_new_memory(llava: Backbone) -
 
 
 def test_which_layers_memory_is_in() -> None:
-    assert usual_layers(24, 896) == (2, 5, 8, 11, 14, 17, 20, 23)
-    assert usual_layers(28, 1536) == (2, 5, 8, 11, 14, 17, 20, 23, 26)
+    assert usual_layers(24, 896) == (8, 10, 12, 14, 16, 18, 20, 22)
+    assert usual_layers(28, 1536) == (9, 11, 13, 15, 17, 19, 21, 23, 25)
     assert usual_layers(23, 896) is None
     assert usual_layers(30, 576) is None
 
@@ -278,21 +279,14 @@ def test_what_is_finished_is_as_if_it_had_been_trained_alone(
     assert steps == dict.fromkeys(LEARNING_RATES, 2) | {rate: 8}
 
 
-@pytest.mark.parametrize(("layers", "of_prompts"), [(None, 0.02), ((0, 2), 0.04)])
 def test_a_wide_model_has_a_lower_rate_on_prompts_and_compares_at_the_end(
-    llava: Backbone,
-    tmp_path: Path,
-    examples: list[Example],
-    monkeypatch: pytest.MonkeyPatch,
-    layers: tuple[int, ...] | None,
-    of_prompts: float,
+    llava: Backbone, tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what acts on the generation does so from the gate's layer on alone."""
     monkeypatch.setattr(candidates, "WIDE", llava.hidden_size)
-    monkeypatch.setattr(shape, "usual_layers", lambda *_: layers)
     result = learn(llava, tmp_path, examples, activation="search", learning_rate=None, steps=8, patience=None)
     found, layer = measured(result), result.bundle.gate and result.bundle.gate.layers[-1]
-    assert set(found) == {("prompt", 0, of_prompts), ("text", 0, of_prompts), ("generation", layer, 0.1)}
+    assert set(found) == {("prompt", 0, 0.02), ("text", 0, 0.02), ("generation", layer, 0.1)}
     assert [steps for steps, _ in found.values()] == [8, 8, 8]
 
 
