@@ -11,6 +11,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from inducekv_vllm import worker
+from inducekv_vllm.attention.kernel_step import GraphKind
 from inducekv_vllm.attention.kernels import launch
 from inducekv_vllm.attention.kernels.tiles import Processors
 from inducekv_vllm.attention.pool import PoolShape
@@ -22,7 +23,7 @@ from inducekv_vllm.workers.cuda import InduceKVCUDAWorker
 from inducekv_vllm.workers.refusals import check_most_entries
 from inducekv_vllm.workers.steps import PIECE_S, Steps
 from tests.bundles import random_gate
-from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, poisoned_pool
+from tests.unit.inducekv_vllm.attention.pools import CPU, fitting_bundle, full_attention, poisoned_pool
 
 SHAPE = PoolShape(entries=24, num_layers=2, num_kv_heads=2, heads_per_kv_head=3, head_size=16, value_size=16)
 
@@ -69,16 +70,34 @@ def test_graph_buffers_are_as_large_as_the_largest_graph_with_attention(
     mode: CUDAGraphMode, sizes: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "processors", lambda device: Processors(count=2))
+    assert attention_of_gpu(SHAPE, 896, mode, sizes)._most_graph_rows == rows
+
+
+@pytest.mark.parametrize(("num_layers", "hidden_size", "few"), [(24, 896, 8), (24, 576, 0), (23, 896, 0)])
+def test_graphs_for_memory_in_few_layers_are_those_of_wide_and_deep_models(
+    num_layers: int, hidden_size: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "processors", lambda device: Processors(count=2))
+    shape = replace(SHAPE, num_layers=num_layers)
+    attention = attention_of_gpu(shape, hidden_size, CUDAGraphMode.FULL_DECODE_ONLY, 4)
+    assert len(attention._few) == few
+    attention.attach(full_attention(), {}, [])
+    assert (GraphKind.FEW in attention.graph_kinds) == (few > 0)
+
+
+def attention_of_gpu(shape: PoolShape, hidden_size: int, mode: CUDAGraphMode, sizes: int | None) -> Any:
     of_gpu: Any = InduceKVCUDAWorker.__new__(InduceKVCUDAWorker)
     compilation = SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=sizes)
     vars(of_gpu).update(
-        pool=poisoned_pool(SHAPE),
-        model_config=SimpleNamespace(),
+        pool=poisoned_pool(shape),
+        model_config=SimpleNamespace(
+            get_hidden_size=lambda: hidden_size, use_mla=False, is_mm_prefix_lm=False, rswa_window=None
+        ),
         settings=InduceKVConfig(),
         vllm_config=SimpleNamespace(compilation_config=compilation),
         _device=CPU,
     )
-    assert of_gpu.make_attention(2, 8)._most_graph_rows == rows
+    return of_gpu.make_attention(2, 8)
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
