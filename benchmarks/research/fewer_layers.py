@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.from_a_table.__main__ import TABLES
 from benchmarks.record import keep, parser_of
-from inducekv_vllm.backbone.memory_layers import ONE_IN
+from inducekv_vllm.backbone.memory_layers import ONE_IN, spread_layers
 from inducekv_vllm.bundle.activation import ACTIVATIONS, Activation
 from inducekv_vllm.errors import ConfigError, InduceKVError
 from selector.backbone.model import Backbone
@@ -126,7 +126,7 @@ def measured(
 
 def layers_of(name: str, scorer: Scorer, rows: Sequence[Example], chosen: int, settings: RefinedSettings) -> list[int]:
     L, gate = scorer.backbone.num_layers, layers_of_gate(scorer.backbone)[-1]
-    every_third, every_second = range(ONE_IN - 1, L, ONE_IN), range(L // 3, L, 2)
+    every_third, every_second = range(ONE_IN - 1, L, ONE_IN), spread_layers(L)
     ranges: dict[str, Sequence[int]] = {
         "all": range(L),
         "last half": range(L - L // 2, L),

@@ -44,13 +44,18 @@ ONE_IN: Final = 3
 def usual_layers(num_layers: int, hidden_size: int) -> tuple[int, ...] | None:
     """The layers of memory that acts on the generation: a third of a wide and deep model's, and None for all.
 
-    Every second one, from about where a gate looks last. What memory costs a token on a GPU is a launch in each.
+    What memory costs a token on a GPU is a launch in each.
 
     Args:
         num_layers: L, that memory may act in.
     """
     if hidden_size < WIDE or num_layers < DEEP:
         return None
+    return spread_layers(num_layers)
+
+
+def spread_layers(num_layers: int) -> tuple[int, ...]:
+    """A third of the layers: every second one, from about where a gate looks last."""
     return tuple(range(round(num_layers / 3), num_layers, 2))[: num_layers // ONE_IN]
 
 
